@@ -1,0 +1,1 @@
+"""Arguments, frozen configuration, sampling parameters, errors, model files. Imports nothing else of headrace."""

@@ -1,0 +1,84 @@
+"""Frozen, resolved configuration: what the engine runs with, after every default is filled in.
+
+`EngineArgs.create_engine_config()` makes an `EngineConfig`; it travels once, as msgpack, to the engine core.
+Nothing here is looked up later: classes get the part they need as an argument.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16", "float16"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model on disk and how to run it.
+
+    `hf_config` has the field names of a transformers `config.json` (text part only), whatever the file format;
+    the model definitions read nothing else.
+    """
+
+    model: str  # as the user named it
+    path: str  # the directory or .gguf file it resolved to
+    tokenizer_path: str  # directory, tokenizer.json or .gguf file that the tokenizer comes from
+    served_model_names: tuple[str, ...]
+    architecture: str  # e.g. "LlamaForCausalLM"
+    hf_config: dict[str, Any]
+    dtype: DType
+    max_model_len: int
+    vocab_size: int  # width of the logits
+    eos_token_id: int | None  # the primary one: ends a request with stop_reason None
+    extra_eos_token_ids: tuple[int, ...] = ()  # the rest of the union of tokenizer, model, generation files
+    default_sampling_params: dict[str, Any] = field(default_factory=dict)
+    max_logprobs: int = 20
+    seed: int | None = None
+    weight_version: str = "default"
+
+    @property
+    def served_model_name(self) -> str:
+        return self.served_model_names[0]
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """KV-cache size and prefix caching. `num_blocks` None: decided from memory by the worker."""
+
+    block_size: int = 16  # tokens per block
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = None
+    num_blocks: int | None = None
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step and the order of the queue."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: SchedulingPolicy = "fcfs"
+    max_bypasses: int = 64  # how often a waiting head that does not fit may be overtaken
+    ageing_s: float = 10.0  # priority policy: waiting this long is worth one priority level
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many workers run the model."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine core needs; the value of the start-up handshake."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    log_stats: bool = True

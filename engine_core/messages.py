@@ -1,0 +1,157 @@
+"""Messages between front end and engine core: the one contract between them.
+
+A ZMQ message is two frames: a header (`Header`: protocol version, engine epoch) and a body (one of `ToCore` or
+`FromCore`), both msgpack. A frame of another epoch is dropped; another version is refused by the handshake. All
+engine state of a request is a function of its `EngineCoreRequest`, which already carries what a replay needs.
+"""
+
+import msgspec
+
+from headrace.configs.config import EngineConfig
+from headrace.configs.sampling_params import SamplingParams
+from headrace.workers.protocol import RequestFault, TokenLogprobs
+
+PROTOCOL_VERSION = 1
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """First frame of every message."""
+
+    version: int
+    epoch: int
+
+
+class ChoiceState(msgspec.Struct, array_like=True):
+    """A choice to run and the output tokens of it that were already accepted (empty unless replayed)."""
+
+    index: int
+    output_token_ids: list[int] = []
+
+
+class EngineCoreRequest(msgspec.Struct, tag="request", array_like=True, omit_defaults=True):
+    """A request after rendering and admission: token ids in, nothing left to resolve.
+
+    `choices` lists the choices still to run; a first submission has all `n` of them with no output.
+    `priority`: lower runs first. Times are wall clock, in seconds.
+    """
+
+    request_id: str  # ours, unique for the life of the engine
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams  # seed concrete, max_tokens clamped, stop_token_ids complete
+    eos_token_id: int | None
+    arrival_time: float
+    choices: list[ChoiceState]
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
+    weight_version: str = "default"
+    num_prompt_logprobs_received: int = 0
+
+
+class AbortRequest(msgspec.Struct, tag="abort", array_like=True):
+    """Stop a request, or one choice of it. Unknown ids are ignored."""
+
+    request_id: str
+    index: int | None = None  # None: all choices
+
+
+class UtilityCall(msgspec.Struct, tag="call", array_like=True):
+    """A control call: one of the names in `EngineCore.UTILITIES`, with msgpack arguments."""
+
+    call_id: int
+    method: str
+    args: list = []  # type: ignore[type-arg]
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """First message to a fresh engine core: what to run, and where the parent was started."""
+
+    config: EngineConfig
+    sys_path: list[str]
+    cwd: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
+    """Abort what runs and exit with code 0."""
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """New tokens of one choice. `start` is the output index of the first of them.
+
+    `finish_reason` is None while running, else "stop", "length", "abort" or "error".
+    """
+
+    request_id: str
+    index: int
+    start: int
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    fault: RequestFault | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """State of the scheduler after a step; counters are since the start of the engine core."""
+
+    step: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0  # without the null block
+    num_requests: int = 0  # entries in the per-request table
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    accounting_errors: int = 0  # block accounting mismatches found and healed
+
+
+class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
+    """Everything one step has for one client; also sent without outputs, so that progress shows."""
+
+    outputs: list[EngineCoreOutput]
+    stats: EngineStats
+
+
+class UtilityResult(msgspec.Struct, tag="result", array_like=True):
+    """Answer to a `UtilityCall`: a msgpack value, or what went wrong."""
+
+    call_id: int
+    value: object = None
+    fault: RequestFault | None = None
+
+
+class StartupProgress(msgspec.Struct, tag="progress", array_like=True):
+    """The engine core has entered a start-up phase."""
+
+    phase: str
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The engine core takes requests."""
+
+    num_blocks: int
+    block_size: int
+    max_request_tokens: int  # prompt + output that the pool can hold for one choice
+    contract_id: str
+    phases: dict[str, float]  # start-up phase -> seconds, in order
+    memory: dict[str, int]  # budget line -> bytes
+    num_threads: int
+    pid: int
+
+
+class StartupFailed(msgspec.Struct, tag="failed", array_like=True):
+    """The engine core could not start; it exits with a code other than 0 after this."""
+
+    fault: RequestFault
+
+
+class EngineDied(msgspec.Struct, tag="died", array_like=True):
+    """The step loop failed; the engine core exits with a code other than 0 after this."""
+
+    fault: RequestFault
+
+
+ToCore = Hello | EngineCoreRequest | AbortRequest | UtilityCall | Shutdown
+FromCore = EngineCoreOutputs | UtilityResult | StartupProgress | Ready | StartupFailed | EngineDied

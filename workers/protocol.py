@@ -1,0 +1,145 @@
+"""The step contract between scheduler, executor and workers. Torch-free, so that executors and engine core are too.
+
+One step: `Scheduler.schedule()` makes a `SchedulerOutput`, which says only what changed; the worker applies it to its
+persistent request table, runs the model once over a flat token batch and answers with a `ModelRunnerOutput`.
+
+The worker owns the tokens of every request it has been told about: the scheduler sends the known tokens once, in
+`NewRequestData`, and never sends back tokens that the worker sampled. Steps are executed in the order they were
+scheduled; a scheduler may hand out step k+1 before it has seen the output of step k.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from headrace.configs.sampling_params import SamplingParams
+
+
+class ChoiceId(msgspec.Struct, frozen=True, array_like=True):
+    """One choice (sequence) of a request: the unit of scheduling. `index` is 0 … n-1."""
+
+    request_id: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.index}"
+
+
+class KVCacheGroupSpec(msgspec.Struct, frozen=True):
+    """Layers that share one block table. Layer i of the group keeps its pages in pool buffer i."""
+
+    kind: Literal["full", "sliding"]
+    layer_indices: tuple[int, ...]
+    window: int | None = None  # tokens a query sees, itself included; only for "sliding"
+
+
+class KVCacheSpec(msgspec.Struct, frozen=True):
+    """What the KV cache of a model needs. All groups' pages have one byte size, so that they share one pool.
+
+    Buffer b (of `num_buffers`) has shape [num_blocks, 2, block_size, num_kv_heads, head_dim]; block ids index the
+    first axis, and block 0 is the null block: it stands for pages that are never read.
+    """
+
+    groups: tuple[KVCacheGroupSpec, ...]
+    num_buffers: int  # the largest number of layers in a group
+    block_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes over all buffers."""
+        page = 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return page * self.num_buffers
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """What a worker reports once its weights and KV cache are in place."""
+
+    kv_cache_spec: KVCacheSpec
+    num_blocks: int  # including the null block
+    contract_id: str  # numeric contract: equal ids mean bitwise equal results
+    phases: dict[str, float]  # start-up phase -> seconds
+    memory: dict[str, int]  # budget line -> bytes
+    num_threads: int = 1
+
+
+class NewRequestData(msgspec.Struct):
+    """A choice the worker does not know yet."""
+
+    choice_id: ChoiceId
+    token_ids: list[int]  # prompt, then the output already accepted (replay)
+    num_prompt_tokens: int
+    sampling_params: SamplingParams  # seed is concrete; stop_token_ids complete
+    block_ids: list[list[int]]  # per KV group: the whole block table
+    num_computed_tokens: int  # tokens whose KV is in those blocks
+
+
+class CachedRequestData(msgspec.Struct):
+    """A choice the worker knows: only what changed."""
+
+    choice_id: ChoiceId
+    new_block_ids: list[list[int]]  # per KV group: blocks to append, or the whole table when `resumed`
+    num_computed_tokens: int
+    resumed: bool = False  # back from preemption: replace the block table, keep the tokens
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy one block in every buffer before the forward pass (a fork's last, partly filled block)."""
+
+    source: int
+    target: int
+
+
+class SchedulerOutput(msgspec.Struct):
+    """One step. A choice is in `new_requests` or `cached_requests` exactly when it has scheduled tokens.
+
+    Application order: finished, zero, copies, new, cached, forward. A row is sampled exactly when the scheduled tokens
+    reach the choice's last known-or-pending token (`num_computed + num_scheduled == num_tokens` in the worker's table).
+    """
+
+    step: int
+    new_requests: list[NewRequestData]
+    cached_requests: list[CachedRequestData]
+    num_scheduled_tokens: dict[ChoiceId, int]
+    finished: list[ChoiceId]  # forget these
+    block_copies: list[BlockCopy] = []
+    blocks_to_zero: list[int] = []  # pages that a request with non-finite values may have written
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: the sampled token first, then the top k, descending.
+
+    `rank` is the 1-based rank of the sampled token in the whole vocabulary.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class SampledTokens(msgspec.Struct, array_like=True):
+    """What one choice got in one step: 0, 1 or several tokens."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if asked
+
+
+class RequestFault(msgspec.Struct, frozen=True, array_like=True):
+    """Why a choice failed alone: `code` of an error in `configs.errors` and its message."""
+
+    code: str
+    message: str
+
+
+class ModelRunnerOutput(msgspec.Struct):
+    """Result of one step. Choices without an entry in either dict got no token (a prefill chunk)."""
+
+    step: int
+    sampled: dict[ChoiceId, SampledTokens]
+    failed: dict[ChoiceId, RequestFault] = {}
