@@ -1,1 +1,3 @@
-"""Arguments, frozen configuration, sampling parameters, errors, model files. Imports nothing else of headrace."""
+"""Arguments, frozen configuration, sampling parameters, errors, model files. Imports nothing else
+of headrace.
+"""

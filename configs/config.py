@@ -1,7 +1,7 @@
 """Frozen, resolved configuration: what the engine runs with, after every default is filled in.
 
-`EngineArgs.create_engine_config()` makes an `EngineConfig`; it travels once, as msgpack, to the engine core.
-Nothing here is looked up later: classes get the part they need as an argument.
+`EngineArgs.create_engine_config()` makes an `EngineConfig`; it travels once, as msgpack, to the
+engine core. Nothing here is looked up later: classes get the part they need as an argument.
 """
 
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 class ModelConfig:
     """A model on disk and how to run it.
 
-    `hf_config` has the field names of a transformers `config.json` (text part only), whatever the file format;
-    the model definitions read nothing else.
+    `hf_config` has the field names of a transformers `config.json` (text part only), whatever the
+    file format; the model definitions read nothing else.
     """
 
     model: str  # as the user named it
@@ -29,7 +29,9 @@ class ModelConfig:
     max_model_len: int
     vocab_size: int  # width of the logits
     eos_token_id: int | None  # the primary one: ends a request with stop_reason None
-    extra_eos_token_ids: tuple[int, ...] = ()  # the rest of the union of tokenizer, model, generation files
+    extra_eos_token_ids: tuple[
+        int, ...
+    ] = ()  # the rest of the union of tokenizer, model, generation files
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
     seed: int | None = None

@@ -4,7 +4,7 @@
     ├── InvalidRequestError (ValueError)     one request is wrong: HTTP 400; names the parameter
     │   └── UnsupportedFeatureError          the request or option is known, but not built yet
     ├── ConfigurationError (ValueError)      engine arguments that cannot work; exit code 2
-    ├── ModelFileError                       a model file is missing, truncated, corrupt or unsupported
+    ├── ModelFileError                       a model file is missing, truncated, or corrupt
     ├── InsufficientMemoryError              the numbers do not fit; says which flag value would
     ├── RequestFailedError                   one request failed while running: HTTP 500
     │   ├── NonFiniteLogitsError             the model produced NaN or Inf for it
@@ -12,7 +12,8 @@
     ├── EngineNotReadyError                  still loading or draining: HTTP 503, retry later
     └── EngineDeadError (RuntimeError)       the engine core is gone: HTTP 503, retry elsewhere
 
-Messages carry numbers and the fix. `code` is a stable string for each case, used on the wire and in logs.
+Messages carry numbers and the fix. `code` is a stable string for each case, used on the wire and in
+logs.
 """
 
 from typing import ClassVar
@@ -53,7 +54,7 @@ class ModelFileError(HeadraceError):
 
 
 class InsufficientMemoryError(HeadraceError):
-    """Too little memory for weights or KV cache, with the shortfall and the flag that would start."""
+    """Too little memory, with the shortfall and the flag value that would start."""
 
     code = "insufficient_memory"
 

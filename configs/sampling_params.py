@@ -1,7 +1,8 @@
 """Sampling parameters: the public `SamplingParams`, checked at construction.
 
-Differences from vLLM 0.9, on purpose: a temperature below 1e-5 is greedy and every larger one is used as given; NaN is
-refused everywhere; nothing here modifies an object that the caller still holds.
+Differences from vLLM 0.9, on purpose: a temperature below 1e-5 is greedy and every larger one is
+used as given; NaN is refused everywhere; nothing here modifies an object that the caller still
+holds.
 """
 
 import copy
@@ -33,9 +34,11 @@ class SamplingType(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=False):  # type: ignore[call-arg]
-    """How to sample one request. Raises ValueError (TypeError for a `top_k` of another type) on a bad value.
+    """How to sample one request. Raises ValueError (TypeError for a `top_k` of another type) on a
+    bad value.
 
-    Fields, ranges and order follow the public API; `n` sequences are sampled, each by its own random stream.
+    Fields, ranges and order follow the public API; `n` sequences are sampled, each by its own
+    random stream.
     """
 
     n: int = 1
@@ -91,7 +94,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Fals
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
             if self.n > 1:
                 raise ValueError(
-                    f"n must be 1 with greedy sampling (temperature {self.temperature}), got {self.n}"
+                    f"n must be 1 at temperature {self.temperature} (greedy), got {self.n}"
                 )
         self._all_stop_token_ids.update(self.stop_token_ids)
 
@@ -102,9 +105,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Fals
             raise ValueError(f"n must be at least 1, got {self.n}")
         if self.best_of is not None:
             if not _is_int(self.best_of) or self.best_of < self.n:
-                raise ValueError(f"best_of must be an int of at least n={self.n}, got {self.best_of!r}")
+                raise ValueError(
+                    f"best_of must be an int of at least n={self.n}, got {self.best_of!r}"
+                )
             if self.best_of != self.n:
-                raise UnsupportedFeatureError("best_of is not implemented; sample n and choose", "best_of")
+                raise UnsupportedFeatureError(
+                    "best_of is not implemented; sample n and choose", "best_of"
+                )
 
     def _check_ranges(self) -> None:
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -178,7 +185,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Fals
         return copy.deepcopy(self, memo)
 
     def add_eos_token_ids(self, eos_token_id: int | None, extra: tuple[int, ...]) -> None:
-        """Apply the model's EOS set to this (private) copy; extra ids act as stop tokens unless `ignore_eos`."""
+        """Apply the model's EOS set to this (private) copy; extra ids act as stop tokens unless
+        `ignore_eos`.
+        """
         eos = {token for token in (eos_token_id, *extra) if token is not None}
         self._all_stop_token_ids.update(eos)
         if not self.ignore_eos:

@@ -1,8 +1,9 @@
 """Messages between front end and engine core: the one contract between them.
 
-A ZMQ message is two frames: a header (`Header`: protocol version, engine epoch) and a body (one of `ToCore` or
-`FromCore`), both msgpack. A frame of another epoch is dropped; another version is refused by the handshake. All
-engine state of a request is a function of its `EngineCoreRequest`, which already carries what a replay needs.
+A ZMQ message is two frames: a header (`Header`: protocol version, engine epoch) and a body (one of
+`ToCore` or `FromCore`), both msgpack. A frame of another epoch is dropped; another version is
+refused by the handshake. All engine state of a request is a function of its `EngineCoreRequest`,
+which already carries what a replay needs.
 """
 
 import msgspec
@@ -22,7 +23,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChoiceState(msgspec.Struct, array_like=True):
-    """A choice to run and the output tokens of it that were already accepted (empty unless replayed)."""
+    """A choice to run and the output tokens of it that were already accepted (empty unless
+    replayed).
+    """
 
     index: int
     output_token_ids: list[int] = []

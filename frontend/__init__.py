@@ -1,1 +1,1 @@
-
+"""Front end: everything that touches text. Never imports torch."""

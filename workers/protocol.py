@@ -1,11 +1,14 @@
-"""The step contract between scheduler, executor and workers. Torch-free, so that executors and engine core are too.
+"""The step contract between scheduler, executor and workers. Torch-free, so that executors and
+engine core are too.
 
-One step: `Scheduler.schedule()` makes a `SchedulerOutput`, which says only what changed; the worker applies it to its
-persistent request table, runs the model once over a flat token batch and answers with a `ModelRunnerOutput`.
+One step: `Scheduler.schedule()` makes a `SchedulerOutput`, which says only what changed; the worker
+applies it to its persistent request table, runs the model once over a flat token batch and answers
+with a `ModelRunnerOutput`.
 
-The worker owns the tokens of every request it has been told about: the scheduler sends the known tokens once, in
-`NewRequestData`, and never sends back tokens that the worker sampled. Steps are executed in the order they were
-scheduled; a scheduler may hand out step k+1 before it has seen the output of step k.
+The worker owns the tokens of every request it has been told about: the scheduler sends the known
+tokens once, in `NewRequestData`, and never sends back tokens that the worker sampled. Steps are
+executed in the order they were scheduled; a scheduler may hand out step k+1 before it has seen the
+output of step k.
 """
 
 from typing import Literal
@@ -34,10 +37,12 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True):
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """What the KV cache of a model needs. All groups' pages have one byte size, so that they share one pool.
+    """What the KV cache of a model needs. All groups' pages have one byte size, so that they share
+    one pool.
 
-    Buffer b (of `num_buffers`) has shape [num_blocks, 2, block_size, num_kv_heads, head_dim]; block ids index the
-    first axis, and block 0 is the null block: it stands for pages that are never read.
+    Buffer b (of `num_buffers`) has shape [num_blocks, 2, block_size, num_kv_heads, head_dim]; block
+    ids index the first axis, and block 0 is the null block: it stands for pages that are never
+    read.
     """
 
     groups: tuple[KVCacheGroupSpec, ...]
@@ -80,23 +85,25 @@ class CachedRequestData(msgspec.Struct):
     """A choice the worker knows: only what changed."""
 
     choice_id: ChoiceId
-    new_block_ids: list[list[int]]  # per KV group: blocks to append, or the whole table when `resumed`
+    new_block_ids: list[list[int]]  # per KV group: to append, or the whole table if `resumed`
     num_computed_tokens: int
     resumed: bool = False  # back from preemption: replace the block table, keep the tokens
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Copy one block in every buffer before the forward pass (a fork's last, partly filled block)."""
+    """Copy one block in every buffer before the forward pass (a fork's last, partial block)."""
 
     source: int
     target: int
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step. A choice is in `new_requests` or `cached_requests` exactly when it has scheduled tokens.
+    """One step. A choice is in `new_requests` or `cached_requests` exactly when it has scheduled
+    tokens.
 
-    Application order: finished, zero, copies, new, cached, forward. A row is sampled exactly when the scheduled tokens
-    reach the choice's last known-or-pending token (`num_computed + num_scheduled == num_tokens` in the worker's table).
+    Application order: finished, zero, copies, new, cached, forward. A row is sampled exactly when
+    the scheduled tokens reach the choice's last known-or-pending token (`num_computed +
+    num_scheduled == num_tokens` in the worker's table).
     """
 
     step: int
@@ -138,7 +145,7 @@ class RequestFault(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct):
-    """Result of one step. Choices without an entry in either dict got no token (a prefill chunk)."""
+    """Result of one step. A choice in neither dict got no token (a prefill chunk)."""
 
     step: int
     sampled: dict[ChoiceId, SampledTokens]

@@ -1,1 +1,7 @@
+"""Model definitions: one file per family, which says only how it differs from the shared decoder."""
 
+from headrace.workers.models.decoder import Decoder
+from headrace.workers.models.decoder_config import DecoderConfig, LayerConfig
+from headrace.workers.models.registry import build_model, load_weights
+
+__all__ = ["Decoder", "DecoderConfig", "LayerConfig", "build_model", "load_weights"]

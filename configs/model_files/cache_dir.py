@@ -1,0 +1,22 @@
+"""Where headrace keeps what it downloads and builds."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+CACHE_VARIABLE = "HEADRACE_CACHE"
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """$HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace. The directory need
+    not exist.
+
+    Empty variables count as absent, and so does an XDG_CACHE_HOME that is not absolute (XDG base
+    directory specification).
+    """
+    if own := environ.get(CACHE_VARIABLE):
+        return Path(own).expanduser().absolute()
+    xdg = Path(environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():
+        return xdg / "headrace"
+    home = environ.get("HOME")
+    return (Path(home) if home else Path.home()) / ".cache" / "headrace"

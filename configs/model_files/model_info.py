@@ -1,0 +1,232 @@
+"""What a model on disk says about itself, for engine arguments and front end; torch-free."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from headrace.configs.errors import ModelFileError
+from headrace.configs.model_files.gguf import GGUFFile
+from headrace.configs.model_files.gguf_config import hf_config_from_gguf
+from headrace.configs.model_files.hf_config import normalize_hf_config
+from headrace.configs.model_files.json_file import read_json_object
+from headrace.configs.model_files.weight_layout import weight_layout
+
+_DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+
+# Name in generation_config.json -> name in SamplingParams, whether it is an int, lowest and highest
+# value.
+_SAMPLING_FIELDS: Mapping[str, tuple[str, bool, float, float]] = MappingProxyType(
+    {
+        "temperature": ("temperature", False, 0.0, math.inf),
+        "top_k": ("top_k", True, -1, math.inf),
+        "top_p": ("top_p", False, 0.0, 1.0),
+        "min_p": ("min_p", False, 0.0, 1.0),
+        "repetition_penalty": ("repetition_penalty", False, 0.0, math.inf),
+        "max_new_tokens": ("max_tokens", True, 1, math.inf),
+    }
+)
+
+# Key in a GGUF file -> name in generation_config.json.
+_GGUF_SAMPLING_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "general.sampling.temp": "temperature",
+        "general.sampling.top_k": "top_k",
+        "general.sampling.top_p": "top_p",
+        "general.sampling.min_p": "min_p",
+        "general.sampling.penalty_repeat": "repetition_penalty",
+    }
+)
+_GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # the primary one first
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model on disk. `hf_config` is normalized (see `hf_config.py`)."""
+
+    architecture: str  # e.g. "LlamaForCausalLM"
+    hf_config: dict[str, Any]
+    max_model_len: int  # tokens, prompt and output; what the model was made for
+    vocab_size: int  # width of the logits
+    eos_token_id: int | None  # the primary one
+    extra_eos_token_ids: tuple[int, ...] = ()  # ascending
+    default_sampling_params: dict[str, Any] = field(default_factory=dict)
+    checkpoint_dtype: str | None = None  # None: quantized, or not said
+
+    def num_parameters(self) -> int:
+        """Numbers in all weights; a tied head counts once."""
+        return sum(math.prod(spec.shape) for spec in weight_layout(self.hf_config).values())
+
+    def num_weight_bytes(self, dtype: str) -> int:
+        """Bytes that the weights take in memory as "float32", "bfloat16" or "float16"."""
+        return self.num_parameters() * _DTYPE_BYTES[dtype]
+
+
+def read_model_info(path: Path) -> ModelInfo:
+    """Read a directory (`config.json`, with `generation_config.json` and `tokenizer_config.json` if
+    they are there) or a GGUF file. Raises `ModelFileError` if the model is missing, damaged or not
+    supported; reads no weights.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _from_directory(path)
+    return _from_gguf(path)
+
+
+def _from_directory(directory: Path) -> ModelInfo:
+    source = directory / "config.json"
+    raw = read_json_object(source)
+    config = normalize_hf_config(raw, str(source))
+    generation = _optional_json(directory / "generation_config.json")
+    tokenizer = _optional_json(directory / "tokenizer_config.json")
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    eos = [
+        *_token_ids(_tokenizer_eos(directory, tokenizer)),
+        *_token_ids(generation.get("eos_token_id")),
+        *_token_ids(config.get("eos_token_id")),
+    ]
+    sampling_source = str(directory / "generation_config.json")
+    return _model_info(
+        config,
+        max_model_len=_max_model_len(config, tokenizer.get("model_max_length")),
+        eos=eos,
+        sampling=_sampling_params(generation, sampling_source),
+        dtype=dtype if dtype in _DTYPE_BYTES else None,
+    )
+
+
+def _from_gguf(path: Path) -> ModelInfo:
+    with GGUFFile.open(path) as file:
+        config = hf_config_from_gguf(file)
+        eos = [
+            token
+            for key in _GGUF_EOS_KEYS
+            for token in _token_ids(file.metadata.get(f"tokenizer.ggml.{key}"))
+        ]
+        generation = {
+            name: _shortest_float(file.metadata[key])
+            for key, name in _GGUF_SAMPLING_KEYS.items()
+            if key in file.metadata
+        }
+        types = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return _model_info(
+        config,
+        max_model_len=_max_model_len(config, None),
+        eos=eos,
+        sampling=_sampling_params(generation, str(path)),
+        dtype={"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(types.pop())
+        if len(types) == 1
+        else None,
+    )
+
+
+def _model_info(
+    config: dict[str, Any],
+    *,
+    max_model_len: int,
+    eos: Iterable[int],
+    sampling: dict[str, Any],
+    dtype: str | None,
+) -> ModelInfo:
+    vocab_size = config["vocab_size"]
+    known = [
+        token for token in dict.fromkeys(eos) if token < vocab_size
+    ]  # others are never sampled
+    return ModelInfo(
+        architecture=config["architectures"][0],
+        hf_config=config,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_id=known[0] if known else None,
+        extra_eos_token_ids=tuple(sorted(known[1:])),
+        default_sampling_params=sampling,
+        checkpoint_dtype=dtype,
+    )
+
+
+def _max_model_len(config: Mapping[str, Any], tokenizer_limit: object) -> int:
+    """Positions the model was made for: rescaled rotary embeddings reach further than
+    `max_position_embeddings`.
+
+    Llama 3.1, longrope and Gemma 3 already count the rescaling in `max_position_embeddings`.
+    """
+    limit = int(config["max_position_embeddings"])
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        limit = int(limit * rope.get("factor", 1.0))
+    elif rope.get("rope_type") == "yarn":
+        original = rope["original_max_position_embeddings"]
+        limit = max(limit, int(original * rope.get("factor", 1.0)))
+    if isinstance(tokenizer_limit, int) and 1 <= tokenizer_limit < limit:
+        limit = tokenizer_limit
+    return limit
+
+
+def _sampling_params(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The sampling values that a generation config sets, by their names in `SamplingParams`."""
+    params: dict[str, Any] = {}
+    for name, (field_name, is_int, low, high) in _SAMPLING_FIELDS.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        allowed = int if is_int else (int, float)
+        is_number = isinstance(value, allowed) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or value == math.inf:
+            raise ModelFileError(
+                f"{source}: {name} is {value!r}, but must be "
+                f"{'an integer' if is_int else 'a number'} "
+                f"from {low:g} to {high:g}. Correct or remove it"
+            )
+        params[field_name] = value
+    return params
+
+
+def _shortest_float(value: Any) -> Any:
+    """A float32 as it was written: 0.7, not 0.699999988079071."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _token_ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [token for token in values if type(token) is int and token >= 0]
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that is read here."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def _tokenizer_eos(directory: Path, tokenizer: Mapping[str, Any]) -> int | None:
+    """The id of the tokenizer's `eos_token`, which tokenizer_config.json names by its text."""
+    token = tokenizer.get("eos_token")
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        return None
+    decoder = tokenizer.get("added_tokens_decoder")
+    for token_id, entry in decoder.items() if isinstance(decoder, Mapping) else ():
+        if isinstance(entry, Mapping) and entry.get("content") == text and token_id.isdecimal():
+            return int(token_id)
+    path = directory / "tokenizer.json"
+    try:
+        added = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+    except OSError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelFileError(
+            f"{path}: not a valid tokenizer.json: {error}. The file is corrupt: download it again"
+        ) from error
+    return next((token.id for token in added if token.content == text), None)

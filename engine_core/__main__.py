@@ -1,0 +1,91 @@
+"""`python -P -m headrace.engine_core`: one engine-core process, started by the supervisor.
+
+The configuration comes in the first message. A closed parent pipe means that the parent is gone:
+clean up, exit.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+PROCESS_ENTRY = time.time()  # before the imports below, which take most of a second
+
+
+PARENT_POLL_S = 0.5
+
+
+def _watch_parent(pipe: int, parent: int, run_directory: Path) -> None:
+    """Exit when the parent does; nothing of ours may survive it, so the run directory goes too.
+
+    A process that the parent forked can hold the pipe open, hence the second look at the parent's
+    pid.
+    """
+    while os.getppid() == parent:
+        if select.select([pipe], [], [], PARENT_POLL_S)[0] and not os.read(pipe, 1):
+            break
+    shutil.rmtree(run_directory, ignore_errors=True)
+    os._exit(1)
+
+
+def main(argv: list[str]) -> int:
+    """Serve one engine core; the exit code is 0 only after a Shutdown message."""
+    parser = argparse.ArgumentParser(prog="headrace.engine_core")
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--parent-pipe", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    args = parser.parse_args(argv)
+    watch = (args.parent_pipe, args.parent_pid, args.socket.parent)
+    threading.Thread(target=_watch_parent, args=watch, name="parent-watch", daemon=True).start()
+    stopped = threading.Event()
+    server_stop = stopped.set
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal server_stop
+        if stopped.is_set():
+            os._exit(128 + signum)
+        stopped.set()
+        server_stop()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, on_signal)
+    logging.basicConfig(
+        level=logging.INFO, format="%(levelname)s engine core: %(message)s", stream=sys.stderr
+    )
+
+    from headrace.engine_core.server import SocketThread
+
+    sockets = SocketThread(args.socket, args.epoch)
+    try:
+        from headrace.engine_core.startup import start_server
+        from headrace.executors.uniproc import preload
+
+        preload()
+        server = start_server(sockets, stopped, PROCESS_ENTRY, imported=time.time())
+        if server is None:
+            return 1
+        server_stop = server.stop
+        if stopped.is_set():
+            server.stop()
+        server.run()
+    finally:
+        sockets.close()
+    return 1 if stopped.is_set() else 0
+
+
+if __name__ == "__main__":
+    code = 1
+    with contextlib.suppress(KeyboardInterrupt):
+        code = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)  # torch's and ZMQ's threads have nothing left to do

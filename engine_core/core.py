@@ -1,0 +1,119 @@
+"""`EngineCore`: scheduler plus executor, one step at a time; knows nothing of sockets."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from headrace.configs.config import EngineConfig
+from headrace.configs.errors import HeadraceError, InvalidRequestError
+from headrace.engine_core.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineStats,
+    Ready,
+    UtilityCall,
+    UtilityResult,
+)
+from headrace.engine_core.scheduler import Scheduler
+from headrace.executors.uniproc import UniprocExecutor
+from headrace.workers.protocol import ModelRunnerOutput, RequestFault, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 3  # steps that raise, one after the other, before the engine gives up
+
+
+class EngineCore:
+    """Token ids in, token ids out. Construction loads the model; `progress` is told each phase."""
+
+    UTILITIES = ("reset_prefix_cache", "check_integrity", "stats")
+
+    def __init__(
+        self, config: EngineConfig, pid: int, progress: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        self._executor = UniprocExecutor(config)
+        info = self._executor.start(progress)
+        self._scheduler = Scheduler(config, info.kv_cache_spec, info.num_blocks)
+        self._num_failures = 0
+        self.ready = Ready(
+            num_blocks=info.num_blocks - 1,
+            block_size=info.kv_cache_spec.block_size,
+            max_request_tokens=self._scheduler.max_request_tokens,
+            contract_id=info.contract_id,
+            phases=info.phases,
+            memory=info.memory,
+            num_threads=info.num_threads,
+            pid=pid,
+        )
+
+    def add_request(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
+        """Queue a request. One that is refused gets its error as outputs, and nothing else is
+        touched.
+        """
+        try:
+            self._scheduler.add_request(request)
+        except InvalidRequestError as error:
+            fault = RequestFault(error.code, str(error))
+        except Exception as error:  # the fence: whatever one request does, the others go on
+            logger.exception("request %s could not be added", request.request_id)
+            fault = RequestFault("request_failed", f"internal error: {type(error).__name__}")
+        else:
+            return []
+        return [
+            EngineCoreOutput(
+                request.request_id, choice.index, len(choice.output_token_ids), [],
+                finish_reason="error", fault=fault,
+            )
+            for choice in request.choices
+        ]  # fmt: skip
+
+    def abort(self, request_id: str, index: int | None) -> list[EngineCoreOutput]:
+        """Stop a request or one choice of it; its blocks are free at once."""
+        return self._scheduler.abort(request_id, index)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Schedule, run and account for one step; [] when there was nothing to run."""
+        step = self._scheduler.schedule()
+        if step is None:
+            return []
+        return self._scheduler.update_from_output(step, self._execute(step))
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        try:
+            output = self._executor.execute_model(step)
+        except Exception as error:
+            self._num_failures += 1
+            if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+                raise
+            logger.exception("step %d failed; failing the requests in it", step.step)
+            fault = RequestFault(
+                "request_failed", f"the step failed: {type(error).__name__}: {error}"
+            )
+            failed = dict.fromkeys(step.num_scheduled_tokens, fault)
+            return ModelRunnerOutput(step.step, sampled={}, failed=failed)
+        self._num_failures = 0
+        return output
+
+    def call(self, call: UtilityCall) -> UtilityResult:
+        """Run one of `UTILITIES`; errors come back in the result."""
+        if call.method not in self.UTILITIES or call.args:
+            message = f"no utility {call.method!r} with {len(call.args)} arguments"
+            return UtilityResult(call.call_id, fault=RequestFault("invalid_request", message))
+        try:
+            value: Any = getattr(self._scheduler, call.method)()
+        except HeadraceError as error:
+            return UtilityResult(call.call_id, fault=RequestFault(error.code, str(error)))
+        return UtilityResult(call.call_id, value)
+
+    def idle_check(self) -> None:
+        """Look for block-accounting mismatches while nothing runs; the scheduler heals and counts
+        them.
+        """
+        for problem in self._scheduler.check_integrity():
+            logger.error("block accounting: %s (healed)", problem)

@@ -1,0 +1,192 @@
+"""The engine core as a process: a ROUTER socket served by a thread, beside the step loop.
+
+The thread owns the socket and does all msgpack coding. It hands decoded messages to the step loop
+through a queue and takes answers back through another, woken by an in-process socket.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from pathlib import Path
+
+import zmq
+
+from headrace.configs.errors import HeadraceError
+from headrace.engine_core.core import EngineCore
+from headrace.engine_core.messages import (
+    AbortRequest,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDied,
+    FromCore,
+    Hello,
+    Shutdown,
+    ToCore,
+    UtilityCall,
+)
+from headrace.engine_core.wire import Codec
+from headrace.workers.protocol import RequestFault
+
+logger = logging.getLogger(__name__)
+
+Identity = bytes
+_WAKE = "inproc://outgoing"
+IDLE_CHECK_S = 1.0  # how long the loop waits for work before it looks at the block accounting
+
+
+class SocketThread:
+    """Owns the ROUTER socket. `incoming` yields (client, message); `send` may be called by one
+    other thread.
+    """
+
+    def __init__(self, socket_path: Path, epoch: int) -> None:
+        self.incoming: queue.SimpleQueue[tuple[Identity, ToCore]] = queue.SimpleQueue()
+        self._context = zmq.Context()
+        self._codec = Codec(epoch)
+        self._outgoing: deque[tuple[Identity, FromCore] | None] = deque()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._router.setsockopt(option, 0)
+        self._router.bind(f"ipc://{socket_path}")
+        self._wake_in = self._context.socket(zmq.PULL)
+        self._wake_in.bind(_WAKE)
+        self._wake_out = self._context.socket(zmq.PUSH)
+        self._wake_out.connect(_WAKE)
+        self._thread = threading.Thread(target=self._run, name="engine-core-io", daemon=True)
+        self._thread.start()
+
+    def send(self, client: Identity, message: FromCore) -> None:
+        self._outgoing.append((client, message))
+        self._wake_out.send(b"")
+
+    def close(self) -> None:
+        """Send what is queued, then close everything."""
+        self._outgoing.append(None)
+        self._wake_out.send(b"")
+        self._thread.join(timeout=2)
+        self._wake_out.close(linger=0)
+        self._context.term()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_in, zmq.POLLIN)
+        running = True
+        while running:
+            events = dict(poller.poll())
+            if self._wake_in in events:
+                self._wake_in.recv()
+                running = self._flush()
+            if self._router in events:
+                self._receive()
+        self._router.close(linger=500)
+        self._wake_in.close(linger=0)
+
+    def _receive(self) -> None:
+        client, *frames = self._router.recv_multipart()
+        try:
+            message = self._codec.decode_to_core(frames)
+        except Exception as error:  # a frame nobody can read concerns nobody else
+            logger.error("unreadable message from a client: %s", type(error).__name__)
+            return
+        if message is not None:
+            self.incoming.put((client, message))
+
+    def _flush(self) -> bool:
+        """Send one queued message; False after the closing mark."""
+        entry = self._outgoing.popleft()
+        if entry is None:
+            return False
+        client, message = entry
+        try:
+            self._router.send_multipart([client, *self._codec.encode(message)])
+        except zmq.ZMQError as error:
+            logger.warning("a client is gone: %s", error)
+        return True
+
+
+class EngineCoreServer:
+    """The step loop: takes messages, steps while there is work, routes outputs to the client that
+    asked.
+    """
+
+    def __init__(self, core: EngineCore, sockets: SocketThread, client: Identity) -> None:
+        self._core = core
+        self._sockets = sockets
+        self._clients = {client}
+        self._owners: dict[str, Identity] = {}
+        self._open_choices: dict[str, set[int]] = {}
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Make `run` return after the step in progress; safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Until a Shutdown message or `stop()`. An exception of the loop is told to all clients,
+        then raised.
+        """
+        try:
+            while not self._stopping:
+                self._take_messages()
+                if not self._stopping and self._core.has_work():
+                    self._route(self._core.step(), stats_to_all=True)
+        except Exception as error:
+            fault = RequestFault("engine_dead", f"the engine core failed: {_describe(error)}")
+            for client in self._clients:
+                self._sockets.send(client, EngineDied(fault))
+            raise
+
+    def _take_messages(self) -> None:
+        """Handle all queued messages; wait for one if there is nothing to step."""
+        incoming = self._sockets.incoming
+        while not self._stopping:
+            idle = not self._core.has_work()
+            try:
+                client, message = incoming.get(block=idle, timeout=IDLE_CHECK_S)
+            except queue.Empty:
+                if not idle:
+                    return
+                self._core.idle_check()
+                continue
+            self._handle(client, message)
+
+    def _handle(self, client: Identity, message: ToCore) -> None:
+        self._clients.add(client)
+        match message:
+            case EngineCoreRequest():
+                self._owners[message.request_id] = client
+                self._open_choices[message.request_id] = {c.index for c in message.choices}
+                self._route(self._core.add_request(message))
+            case AbortRequest():
+                outputs = self._core.abort(message.request_id, message.index)
+                self._route(outputs, stats_to_all=bool(outputs))
+            case UtilityCall():
+                self._sockets.send(client, self._core.call(message))
+            case Shutdown():
+                self._stopping = True
+            case Hello():
+                logger.warning("a second Hello was ignored")
+
+    def _route(self, outputs: list[EngineCoreOutput], stats_to_all: bool = False) -> None:
+        by_client: dict[Identity, list[EngineCoreOutput]] = {}
+        for output in outputs:
+            by_client.setdefault(self._owners[output.request_id], []).append(output)
+            if output.finish_reason is not None:
+                self._close_choice(output.request_id, output.index)
+        stats = self._core.stats()
+        for client in self._clients if stats_to_all else by_client:
+            self._sockets.send(client, EngineCoreOutputs(by_client.get(client, []), stats))
+
+    def _close_choice(self, request_id: str, index: int) -> None:
+        choices = self._open_choices[request_id]
+        choices.discard(index)
+        if not choices:
+            del self._open_choices[request_id], self._owners[request_id]
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,76 @@
+"""Start-up of an engine-core process: wait for its configuration, load, report phases or the reason
+of failure.
+"""
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+
+from headrace.configs.errors import HeadraceError
+from headrace.engine_core.core import EngineCore
+from headrace.engine_core.messages import Hello, Shutdown, StartupFailed, StartupProgress
+from headrace.engine_core.run_directory import process_creation_time
+from headrace.engine_core.server import EngineCoreServer, Identity, SocketThread
+from headrace.workers.protocol import RequestFault
+
+logger = logging.getLogger(__name__)
+
+
+def start_server(
+    sockets: SocketThread, stopped: threading.Event, entry: float, imported: float
+) -> EngineCoreServer | None:
+    """The loaded server, or None if it could not start (the parent has been told) or was stopped
+    meanwhile.
+    """
+    client, hello = _wait_for_hello(sockets, stopped)
+    if hello is None:
+        return None
+    sys.path[:] = hello.sys_path
+    os.chdir(hello.cwd)
+    phases = {
+        "start engine process": entry - process_creation_time(os.getpid()),
+        "import torch": imported - entry,
+        "wait for configuration": time.time() - imported,
+    }
+    start = time.time()
+    try:
+        core = EngineCore(
+            hello.config,
+            os.getpid(),
+            progress=lambda phase: sockets.send(client, StartupProgress(phase)),
+        )
+    except Exception as error:
+        fault = RequestFault(
+            "engine_dead", f"the engine could not start: {type(error).__name__}: {error}"
+        )
+        if isinstance(error, HeadraceError):
+            fault = RequestFault(error.code, str(error))
+        else:
+            logger.exception("the engine could not start")
+        sockets.send(client, StartupFailed(fault))
+        return None
+    known = sum(core.ready.phases.values())
+    phases |= core.ready.phases
+    phases["set up scheduler"] = max(0.0, time.time() - start - known)
+    core.ready.phases = phases
+    sockets.send(client, core.ready)
+    return EngineCoreServer(core, sockets, client)
+
+
+def _wait_for_hello(
+    sockets: SocketThread, stopped: threading.Event
+) -> tuple[Identity, Hello | None]:
+    while not stopped.is_set():
+        try:
+            client, message = sockets.incoming.get(timeout=0.2)
+        except queue.Empty:
+            continue
+        if isinstance(message, Hello):
+            return client, message
+        if isinstance(message, Shutdown):
+            return client, None
+        logger.warning("a message before Hello was ignored")
+    return b"", None

@@ -1,0 +1,140 @@
+"""Admission: the first fence. A rendered prompt and its parameters become an `EngineCoreRequest`,
+or an error.
+
+Everything that can be known to be wrong is refused here, with the value and the range; what passes
+needs no further checks. `max_tokens` is clamped to what the window and the KV pool can hold; a
+prompt is never cut.
+"""
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.configs.config import ModelConfig
+from headrace.configs.errors import InvalidRequestError, UnsupportedFeatureError
+from headrace.configs.sampling_params import SamplingParams
+from headrace.engine_core.messages import ChoiceState, EngineCoreRequest, Ready
+
+_UNSUPPORTED = {  # field -> its neutral value
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "prompt_logprobs": None,
+    "logits_processors": None,
+    "truncate_prompt_tokens": None,
+    "guided_decoding": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "extra_args": None,
+    "bad_words": [],
+}
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt as token ids, ready for admission."""
+
+    text: str | None
+    token_ids: list[int]
+    warnings: tuple[str, ...] = ()
+
+
+class Admission:
+    """Checks requests against one engine's limits and gives them their ids and seeds."""
+
+    def __init__(self, model_config: ModelConfig, ready: Ready) -> None:
+        self._model = model_config
+        self._limit = min(model_config.max_model_len, ready.max_request_tokens)
+        self._pool_tokens = ready.max_request_tokens
+        self._num_requests = itertools.count()
+        self._prefix = secrets.token_hex(4)
+
+    def admit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EngineCoreRequest:
+        """The request for the engine core; raises InvalidRequestError. `params` is not modified."""
+        prompt = list(prompt_token_ids)
+        self._check_prompt(prompt)
+        number = next(self._num_requests)
+        return EngineCoreRequest(
+            request_id=f"{self._prefix}-{number}",
+            prompt_token_ids=prompt,
+            sampling_params=self._resolve(params, len(prompt), number),
+            eos_token_id=self._model.eos_token_id,
+            arrival_time=arrival_time,
+            choices=[ChoiceState(index) for index in range(params.n)],
+            priority=priority,
+            cache_salt=cache_salt,
+            weight_version=self._model.weight_version,
+        )
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token", "prompt")
+        check_token_ids(prompt, self._model.vocab_size, "prompt")
+        length = len(prompt)
+        if length >= self._model.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens and the context length is "
+                f"{self._model.max_model_len}, which leaves no room for one output token; "
+                "shorten the prompt",
+                "prompt",
+            )
+        if length >= self._pool_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens and needs {length + 1} with one output token, but "
+                f"the KV cache holds {self._pool_tokens} (context length {self._model.max_model_len}); "
+                "shorten the prompt or start the server with a larger --kv-cache-memory",
+                "prompt",
+            )
+
+    def _resolve(
+        self, params: SamplingParams, num_prompt_tokens: int, number: int
+    ) -> SamplingParams:
+        vocab_size = self._model.vocab_size
+        check_token_ids(params.stop_token_ids or [], vocab_size, "stop_token_ids")
+        check_token_ids(params.logit_bias or {}, vocab_size, "logit_bias")
+        check_token_ids(params.allowed_token_ids or [], vocab_size, "allowed_token_ids")
+        for name, neutral in _UNSUPPORTED.items():
+            if getattr(params, name) != neutral:
+                raise UnsupportedFeatureError(f"{name} is not supported yet; leave it out", name)
+        if params.logprobs is not None and params.logprobs > self._model.max_logprobs:
+            raise InvalidRequestError(
+                f"logprobs must be at most {self._model.max_logprobs} (--max-logprobs), got "
+                f"{params.logprobs}",
+                "logprobs",
+            )
+        resolved = params.clone()
+        room = self._limit - num_prompt_tokens
+        resolved.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        resolved.min_tokens = min(params.min_tokens, resolved.max_tokens)
+        resolved.seed = self._seed(number) if params.seed is None else params.seed % 2**64
+        resolved.add_eos_token_ids(self._model.eos_token_id, self._model.extra_eos_token_ids)
+        return resolved
+
+    def _seed(self, number: int) -> int:
+        if self._model.seed is None:
+            return secrets.randbits(64)
+        # An odd multiplier permutes the 64-bit numbers, so that requests of one engine never share
+        # a seed.
+        return (self._model.seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+
+
+def check_token_ids(ids: object, vocab_size: int, parameter: str) -> None:
+    """Raise InvalidRequestError unless every id is an int (not a bool) in [0, vocab_size)."""
+    for token in ids:  # type: ignore[attr-defined]
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidRequestError(
+                f"{parameter} must hold ints, got {token!r} ({type(token).__name__})", parameter
+            )
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"{parameter} has token id {token}, which is outside [0, {vocab_size})", parameter
+            )

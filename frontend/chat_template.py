@@ -1,0 +1,231 @@
+"""Chat messages to text and token ids, by the model's own template.
+
+The one way from messages to ids for every entry point: nothing is added to what the template writes
+(no second start token), and only what the template itself wrote can become a control token.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from headrace.configs.errors import InvalidRequestError
+from headrace.frontend.special_spellings import SpellingGuard, spelling_set
+from headrace.frontend.template_sandbox import (
+    DEFAULT_LIMITS,
+    CompiledTemplate,
+    TemplateLimits,
+    compile_template,
+)
+
+# Names that a request may not set through chat_template_kwargs.
+RESERVED_VARIABLES = frozenset(
+    {
+        "messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token",
+        "tools", "documents", "chat_template", "conversation", "tokenize", "raise_exception",
+        "strftime_now", "loop", "self",
+    }
+)  # fmt: skip
+TEXT_PART_KEYS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+
+
+class ChatTokenizer(Protocol):
+    """What rendering needs of a tokenizer."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def bos_token(self) -> str | None: ...
+    @property
+    def eos_token(self) -> str | None: ...
+    @property
+    def special_tokens(self) -> dict[str, int]: ...
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]: ...
+
+
+class RenderedChat(NamedTuple):
+    """`text` as the template wrote it, and its token ids."""
+
+    text: str
+    token_ids: list[int]
+
+
+def render_chat(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    limits: TemplateLimits = DEFAULT_LIMITS,
+) -> RenderedChat:
+    """Render `messages` with `chat_template` (the operator's) or the model's own, and encode the
+    text.
+
+    Raises InvalidRequestError: no template, bad messages, an error raised by the template, a limit
+    passed.
+    """
+    source = chat_template or tokenizer.chat_template
+    if not source:
+        raise InvalidRequestError(
+            "this model has no chat template, so it cannot answer messages; send its text to "
+            "/v1/completions instead",
+            "messages",
+        )
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message goes with add_generation_prompt=false: a prompt cannot both "
+            "continue the last message and start a new one",
+            "continue_final_message",
+        )
+    template = compile_template(source)
+    extra = _template_variables(template, chat_template_kwargs or {})
+    spellings = spelling_set(tuple(sorted(tokenizer.special_tokens)))
+    plain = _normalize(messages, template)
+    guard = SpellingGuard(spellings, [plain, extra], source)
+    conversation = guard.mark(plain)
+    if continue_final_message:
+        _append_to_final(conversation, guard.end_mark)
+    text = template.render(
+        {
+            **guard.mark(extra),
+            "messages": conversation,
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": tokenizer.bos_token or "",
+            "eos_token": tokenizer.eos_token or "",
+        },
+        limits,
+    )
+    if continue_final_message:
+        text, found, _ = text.rpartition(guard.end_mark)
+        if not found:
+            raise InvalidRequestError(
+                "the chat template does not render the final message, so it cannot be continued",
+                "continue_final_message",
+            )
+    return RenderedChat(guard.unmark(text), _encode(tokenizer, text, guard))
+
+
+def _encode(tokenizer: ChatTokenizer, text: str, guard: SpellingGuard) -> list[int]:
+    """Ids of the rendered text, in which the spellings in user text are marked."""
+    if not guard.has_marks(text):
+        return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+    special_tokens = tokenizer.special_tokens
+    token_ids: list[int] = []
+    for piece, is_special in spelling_set(tuple(sorted(special_tokens))).split(text):
+        if is_special:
+            token_ids.append(special_tokens[piece])
+        else:
+            token_ids += tokenizer.encode(
+                guard.unmark(piece), add_special_tokens=False, parse_special=False
+            )
+    return token_ids
+
+
+def _template_variables(template: CompiledTemplate, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    reserved = sorted(name for name in kwargs if name in RESERVED_VARIABLES or name.startswith("_"))
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs may not set {', '.join(reserved)}", "chat_template_kwargs"
+        )
+    return {name: value for name, value in kwargs.items() if name in template.variables}
+
+
+def _normalize(
+    messages: Sequence[Mapping[str, Any]], template: CompiledTemplate
+) -> list[dict[str, Any]]:
+    """Checked copies of the messages with content in the form that the template expects."""
+    if not messages:
+        raise InvalidRequestError("messages must have at least one message", "messages")
+    conversation = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(
+                f"messages[{index}] must be an object with a role (a string)", "messages"
+            )
+        copy = dict(message)
+        copy["content"] = _content(copy.get("content"), index, template)
+        reasoning = copy.get("reasoning", copy.get("reasoning_content"))
+        if reasoning is not None:
+            copy["reasoning"] = copy["reasoning_content"] = reasoning
+        if copy.get("tool_calls"):
+            copy["tool_calls"] = [_tool_call(call, index) for call in copy["tool_calls"]]
+        conversation.append(copy)
+    return conversation
+
+
+def _content(content: Any, index: int, template: CompiledTemplate) -> Any:
+    if content is None:
+        content = ""
+    if isinstance(content, str):
+        if template.loops_over_parts and not template.tests_for_string:
+            return [{"type": "text", "text": content}]
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"messages[{index}].content must be a string or a list of parts", "messages"
+        )
+    texts = [_part_text(part, f"messages[{index}].content[{k}]") for k, part in enumerate(content)]
+    if template.loops_over_parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str):
+        raise InvalidRequestError(f"{where} must be an object with a type", "messages")
+    if kind not in TEXT_PART_KEYS:
+        raise InvalidRequestError(
+            f"{where} has type {kind[:40]!r}, but the model is not a multimodal model; its parts "
+            "have type text",
+            "messages",
+        )
+    text = part.get(TEXT_PART_KEYS[kind])
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            f"{where} must have a string under {TEXT_PART_KEYS[kind]!r}", "messages"
+        )
+    return text
+
+
+def _tool_call(call: Any, index: int) -> dict[str, Any]:
+    """A past tool call with its arguments as an object, which is what templates print."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(
+            f"messages[{index}].tool_calls must hold objects with function.name", "messages"
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"messages[{index}].tool_calls: the arguments of {function['name'][:40]!r} are "
+                "not JSON",
+                "messages",
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _append_to_final(conversation: list[dict[str, Any]], end_mark: str) -> None:
+    """Put `end_mark` behind the last message's text, to find where it ends in the rendered text."""
+    final = conversation[-1]
+    content = final["content"]
+    if isinstance(content, str):
+        final["content"] = content + end_mark
+    elif content:
+        content[-1] = {**content[-1], "text": content[-1]["text"] + end_mark}
+    else:
+        final["content"] = [{"type": "text", "text": end_mark}]

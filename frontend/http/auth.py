@@ -1,0 +1,61 @@
+"""API keys. Every route needs one, unless it is on the short public list."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from fastapi import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+PUBLIC_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/health/progress", "/metrics", "/version"}
+)
+
+
+class ApiKeys:
+    """The accepted keys, as SHA-256 digests."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accepts(self, authorization: bytes) -> bool:
+        """Whether a header value is `Bearer KEY` with a known key; the time does not tell which."""
+        scheme, _, key = authorization.partition(b" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return any(matches) and scheme.lower() == b"bearer"
+
+
+class KeyGuard:
+    """ASGI middleware: 401 for every path off the public list that comes without a key."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] in ("http", "websocket") and scope["path"] not in PUBLIC_PATHS
+        if not guarded or not self._keys or self._keys.accepts(_authorization(scope)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            response = Response(
+                b'{"error":"Unauthorized"}',
+                status_code=401,
+                media_type="application/json",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await response(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> bytes:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    return next((value for name, value in headers if name == b"authorization"), b"")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

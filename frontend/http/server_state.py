@@ -1,0 +1,37 @@
+"""What all routes share: the engine, whether the server is going down, keys and metrics."""
+
+import asyncio
+from typing import Literal
+
+from headrace.configs.errors import EngineDeadError, EngineNotReadyError
+from headrace.frontend.async_engine import AsyncEngine
+from headrace.frontend.http.metrics import ServerMetrics
+
+Status = Literal["starting", "ready", "draining", "dead"]
+
+
+class ServerState:
+    """State of one API-server process. `stopping` is set once, when the server begins to go down."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.stopping = asyncio.Event()
+        self.metrics = ServerMetrics(engine)
+
+    @property
+    def status(self) -> Status:
+        return "draining" if self.stopping.is_set() else self.engine.state
+
+    def ready_engine(self) -> AsyncEngine:
+        """The engine, if it takes requests; else EngineNotReadyError or EngineDeadError."""
+        self.check_ready()
+        return self.engine
+
+    def check_ready(self) -> None:
+        status = self.status
+        if status == "starting":
+            raise EngineNotReadyError("the model is still loading; try again in a moment")
+        if status == "draining":
+            raise EngineNotReadyError("the server is shutting down; try again on another one")
+        if status == "dead":
+            raise EngineDeadError("the engine has ended; try again on another server")

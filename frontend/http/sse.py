@@ -1,0 +1,86 @@
+"""Server-sent events: a stream whose first event is known before the status is sent."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+import msgspec
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.frontend.http.connection import ClientConnection, ClientDisconnected
+from headrace.frontend.http.errors import describe_error
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+FAREWELL_TIMEOUT_S = 1.0
+
+
+def encode_event(value: object) -> bytes:
+    """One event with `value` as JSON."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class EventStreamResponse(Response):
+    """Sends `first` and then what `events` yields; a fault becomes one error event, then [DONE].
+
+    `open()` waits for the first event, so that an early fault gets a status of its own. The
+    response owns `events` and `connection` and closes both.
+    """
+
+    media_type = "text/event-stream; charset=utf-8"
+
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], connection: ClientConnection
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._connection = connection
+
+    @classmethod
+    async def open(
+        cls, events: AsyncGenerator[bytes, None], connection: ClientConnection
+    ) -> "EventStreamResponse":
+        """Wait for the first event. Raises what `events` raises before it."""
+
+        async def first_event() -> bytes:
+            return await anext(events)
+
+        return cls(await connection.run(first_event()), events, connection)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            await send(start)
+            await self._connection.run(self._send_events(send))
+        except ClientDisconnected:
+            return
+        except Exception as error:
+            body = describe_error(error)
+            if body.error.code == 500:
+                logger.exception("a stream failed")
+            await self._say_farewell(send, encode_event(body) + DONE)
+        finally:
+            self._connection.close()
+            await self._events.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        await _send_body(send, self._first)
+        async for event in self._events:
+            await _send_body(send, event)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _say_farewell(self, send: Send, last: bytes) -> None:
+        """The last events; a client that does not read cannot hold the server up."""
+        try:
+            async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+        except TimeoutError:
+            logger.info("a client did not take the last events of its stream")
+
+
+async def _send_body(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})

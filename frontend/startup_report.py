@@ -1,0 +1,44 @@
+"""The start-up table: named phases on the critical path, and what overlapped with them."""
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StartupReport:
+    """Collects phases. `began` is when the clock started (seconds since the epoch)."""
+
+    began: float
+    critical: dict[str, float] = field(default_factory=dict)  # phase -> seconds, in order
+    overlapped: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    def add_overlapped(self, phase: str, since: float) -> None:
+        """A phase that ran beside the critical path, from `since` until now."""
+        self.overlapped[phase] = time.time() - since
+
+    def finish(self, spawned: float, core_phases: dict[str, float], core_ready: float) -> None:
+        """The engine core was started at `spawned` and reported `core_phases` at `core_ready`."""
+        now = time.time()
+        self.critical = {"start front end": spawned - self.began, **core_phases}
+        self.critical["finish front end"] = now - core_ready
+        self.total = now - self.began
+
+    def table(self) -> str:
+        """One line per phase, in seconds."""
+        lines = ["start-up, in seconds:"]
+        lines += [f"  {phase:<28}{seconds:7.2f}" for phase, seconds in self.critical.items()]
+        accounted = sum(self.critical.values())
+        lines.append(f"  {'ready':<28}{self.total:7.2f}   (phases add up to {accounted:.2f})")
+        lines += [
+            f"  {phase:<28}{seconds:7.2f}   (overlapped, not counted)"
+            for phase, seconds in self.overlapped.items()
+        ]
+        return "\n".join(lines)
+
+
+def memory_table(memory: dict[str, int]) -> str:
+    """The memory budget in MiB, one line each."""
+    lines = ["memory, in MiB:"]
+    lines += [f"  {name:<28}{value / 2**20:9.1f}" for name, value in memory.items()]
+    return "\n".join(lines)

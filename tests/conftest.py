@@ -1,0 +1,41 @@
+"""Fixtures shared by all tests: the real models, fetched by alias."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1."""
+    from headrace.configs.model_files.resolve import resolve_model
+
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M (base), Q4_K_M."""
+    from headrace.configs.model_files.resolve import resolve_model
+
+    return resolve_model("gemma3-270m")
+
+
+def _hf_directory(gguf: Path) -> Path:
+    """The transformers directory of a GGUF file, written once beside it by the converter."""
+    import runpy
+
+    script = Path(__file__).parent.parent / "scripts" / "gguf_to_hf.py"
+    target = gguf.parent / f"{gguf.stem}-transformers"
+    runpy.run_path(str(script))["convert"](gguf, target, "float32")
+    return target
+
+
+@pytest.fixture(scope="session")
+def smollm2_hf(smollm2_gguf: Path) -> Path:
+    return _hf_directory(smollm2_gguf)
+
+
+@pytest.fixture(scope="session")
+def gemma3_hf(gemma3_gguf: Path) -> Path:
+    return _hf_directory(gemma3_gguf)

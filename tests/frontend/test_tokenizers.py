@@ -1,0 +1,663 @@
+"""Tokenizers from GGUF metadata and from directories, against plain-Python references and
+transformers.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import regex
+import tokenizers
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from headrace.configs.errors import InvalidRequestError, ModelFileError
+from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
+from headrace.frontend.tokenizers.from_gguf import build_tokenizer_json, merges_from_scores
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "The capital of France is Paris.",
+    "  two  three   four    spaces\tand\ttabs \t mixed \n",
+    "line\nline\r\nline\n\n\n\nend\n",
+    "it's we're I'll they'd you've I'm DON'T can't 'tis 'S",
+    "0 1 12 123 1234 3.14159 1,000,000 ½ ² ٣ 四 Ⅷ v2.0.1",
+    "def f(x: int) -> int:\n    return x**2 + 1  # squared\n\n\nclass A:\n\tpass\n",
+    "for (int i=0;i<n;++i){a[i]+=b[i]*0x1F;}",
+    "naïve café Ünïcödé Straße ΑΒΓδ Привет мир 你好,世界 こんにちは 안녕하세요 مرحبا שלום नमस्ते",
+    "🤯👩‍👩‍👧‍👦🇫🇷 ✨ a\u0301 e\u0308 \u200b\u2028\u00a0\u3000\ufeff",
+    "<|im_start|>user\nhi<|im_end|>\n<bos><eos><start_of_turn>x<end_of_turn><0x0A> [multimodal]",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbbbbbbbbbbbbb ababababababababab",
+    "======== -------- ........ !!!!!!!! ///// \\\\\\ ____ ((((()))))",
+    "\x00\x01\x1c\x1d\x7f\x85",
+    "https://example.org/a?b=c&d=%20#frag <html><table></table></html>",
+    "▁already▁marked Ġĉ",
+]
+
+# Assigned characters only: libraries differ in the newest Unicode version they know.
+any_text = st.text(st.characters(exclude_categories=("Cs", "Cn", "Co")), max_size=60)
+# Few characters, so that many merges overlap.
+dense_text = st.text(st.sampled_from("aabe  th\n\n\t019.,-'s"), max_size=60)
+some_text = st.one_of(
+    any_text, dense_text, st.lists(st.sampled_from(TEXTS), max_size=3).map("".join)
+)
+
+
+# References: nothing of headrace, nothing of `tokenizers`.
+
+
+def reference_byte_alphabet() -> dict[int, str]:
+    shown = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace() and b != 0xAD]
+    names = {b: chr(b) for b in shown}
+    for b in range(256):
+        if b not in names:
+            names[b] = chr(256 + len(names) - len(shown))
+    return names
+
+
+def reference_words(pre: str, text: str) -> list[str]:
+    space = r"\p{White_Space}"
+    gpt2 = (
+        rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^{space}\p{{L}}\p{{N}}]+"
+        rf"|{space}+(?!(?:(?!{space})[\s\S]))|{space}+"
+    )
+    if pre == "gpt-2":
+        return regex.findall(gpt2, text)
+    if pre == "smollm":
+        pieces = [piece for piece in regex.split(r"(\p{N})", text) if piece]
+        return [word for piece in pieces for word in regex.findall(gpt2, piece)]
+    digits = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}[pre]
+    return regex.findall(
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        rf"| ?[^{space}\p{{L}}\p{{N}}]+[\r\n]*|{space}*[\r\n]+|{space}+(?!(?:(?!{space})[\s\S]))|{space}+",
+        text,
+    )
+
+
+def split_at_tokens(text: str, tokens: list[str]) -> list[tuple[bool, str]]:
+    """Pieces of `text` as (is a token, piece): the leftmost, then longest of `tokens` each time."""
+    pieces: list[tuple[bool, str]] = []
+    plain = ""
+    by_length = sorted((token for token in tokens if token), key=len, reverse=True)
+    by_first: dict[str, list[str]] = {}
+    for token in by_length:
+        by_first.setdefault(token[0], []).append(token)
+    position = 0
+    while position < len(text):
+        match = next(
+            (t for t in by_first.get(text[position], []) if text.startswith(t, position)), None
+        )
+        if match is None:
+            plain += text[position]
+            position += 1
+            continue
+        if plain:
+            pieces.append((False, plain))
+        plain = ""
+        pieces.append((True, match))
+        position += len(match)
+    return [*pieces, (False, plain)] if plain else pieces
+
+
+def merge_by(symbols: list[str], rank: Callable[[str, str], float | None]) -> list[str]:
+    """Merge the adjacent pair of lowest rank, leftmost first, until none has a rank."""
+    symbols = list(symbols)
+    while True:
+        ranks = [rank(a, b) for a, b in zip(symbols, symbols[1:], strict=False)]
+        best = min((r for r in ranks if r is not None), default=None)
+        if best is None:
+            return symbols
+        at = ranks.index(best)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+
+
+class ReferenceByteLevel:
+    def __init__(self, tokens: list[str], merges: list[str], added: list[str], pre: str) -> None:
+        self.ids = {token: i for i, token in enumerate(tokens)}
+        self.ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
+        self.added, self.pre = added, pre
+        self.alphabet = reference_byte_alphabet()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for is_token, piece in split_at_tokens(text, self.added):
+            if is_token:
+                ids.append(self.ids[piece])
+                continue
+            for word in reference_words(self.pre, piece):
+                symbols = [self.alphabet[b] for b in word.encode()]
+                if self.pre == "llama-bpe" and "".join(symbols) in self.ids:
+                    ids.append(self.ids["".join(symbols)])
+                    continue
+                ids += [self.ids[s] for s in merge_by(symbols, lambda a, b: self.ranks.get((a, b)))]
+        return ids
+
+
+class ReferenceSentencePiece:
+    def __init__(
+        self, tokens: list[str], scores: list[float], types: list[int], *, adds_space: bool
+    ) -> None:
+        self.ids = {token: i for i, token in enumerate(tokens)}
+        self.costs = {t: -s for t, s, k in zip(tokens, scores, types, strict=True) if k == NORMAL}
+        self.added = [t for t, k in zip(tokens, types, strict=True) if k in (2, 3, 4)]
+        self.adds_space = adds_space
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for is_token, piece in split_at_tokens(text, self.added):
+            if is_token:
+                ids.append(self.ids[piece])
+                continue
+            marked = ("▁" if self.adds_space else "") + piece.replace(" ", "▁")
+            for symbol in merge_by(list(marked), lambda a, b: self.costs.get(a + b)):
+                if symbol in self.ids:
+                    ids.append(self.ids[symbol])
+                else:
+                    ids += [self.ids[f"<0x{b:02X}>"] for b in symbol.encode()]
+        return ids
+
+
+# Small GGUF files.
+
+
+def write_gguf(path: Path, fields: dict[str, object]) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_array(key, value)
+    writer.add_tensor("x", np.zeros((1, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_fields(pre: str = "smollm") -> dict[str, object]:
+    """A byte-level vocabulary trained on `TEXTS`, with two control tokens in front."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    state = json.loads(backend.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [CONTROL] * 3 + [NORMAL] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+
+
+def sentencepiece_fields(*, adds_space: bool) -> dict[str, object]:
+    pieces = ["▁t", "he", "▁the", "aa", "aaa", "aaaa", "ab", "aba", "bab", "abab", "▁▁", "th", "01"]
+    pieces += ["e.", "es", "▁a", "ba", "bb", "▁b", "▁ab", "is", "▁is", "France", "an", "ran"]
+    chars = [*"▁abehstFrnci.,-'01", "é", "你"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\n\n", "<table>"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, USER_DEFINED, USER_DEFINED]
+    scores = [0.0] * len(tokens)
+    tokens += pieces + chars
+    types += [NORMAL] * len(pieces + chars)
+    scores += [-float(i) for i in range(len(pieces + chars))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": adds_space,
+    }
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return load_tokenizer(write_gguf(path, byte_level_fields()), None)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no-prefix", "prefix"])
+def sentencepiece(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, ReferenceSentencePiece]:
+    fields = sentencepiece_fields(adds_space=request.param)
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return load_tokenizer(write_gguf(path, fields), None), reference_sentencepiece(fields)
+
+
+def reference_sentencepiece(fields: dict[str, object]) -> ReferenceSentencePiece:
+    tokens, scores, types = (
+        list(fields[f"tokenizer.ggml.{name}"])  # type: ignore[call-overload]
+        for name in ("tokens", "scores", "token_type")
+    )
+    adds_space = bool(fields["tokenizer.ggml.add_space_prefix"])
+    return ReferenceSentencePiece(tokens, scores, types, adds_space=adds_space)
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+def test_byte_level_ids_equal_the_reference(pre: str, tmp_path: Path) -> None:
+    fields = byte_level_fields(pre)
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "t.gguf", fields), None)
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = fields["tokenizer.ggml.merges"]
+    assert isinstance(tokens, list) and isinstance(merges, list)
+    reference = ReferenceByteLevel(tokens, merges, tokens[:3], pre)
+
+    @settings(max_examples=100, deadline=None)
+    @given(some_text)
+    def check(text: str) -> None:
+        if pre == "qwen2":
+            import unicodedata
+
+            text = unicodedata.normalize("NFC", text)
+        assert tokenizer.encode(text) == reference.encode(text)
+
+    for text in TEXTS:
+        check.hypothesis.inner_test(text)  # type: ignore[attr-defined]
+    check()
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=some_text)
+@example(text="aaaaaaa abababab the  France\n\n\n<table>é你🤯")
+def test_sentencepiece_ids_equal_the_reference(
+    text: str, sentencepiece: tuple[Tokenizer, ReferenceSentencePiece]
+) -> None:
+    tokenizer, reference = sentencepiece
+    assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text)
+    assert tokenizer.encode(text) == [1, *reference.encode(text)]
+
+
+def test_merges_of_repeated_characters_go_from_the_left() -> None:
+    tokens = ["a", "aa", "aaa", "aaaa", "aaaaaaa"]
+    scores = [-9.0, -1.0, -2.0, -3.0, -4.0]
+    merges = merges_from_scores(tokens, [NORMAL] * 5, scores)
+    assert merges == ["a a", "aa a", "a aa", "aaa a", "aa aa", "a aaa", "aaaa aaa", "aaa aaaa"]
+
+
+def check_bytes(tokenizer: Tokenizer, text: str, *, lossless: bool = True) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+    joined = b"".join(tokenizer.token_bytes(i) for i in ids)
+    if tokenizer.strips_leading_space:
+        joined = joined.removeprefix(b" ")
+    assert tokenizer.decode(ids, skip_special_tokens=False).encode() == joined
+    if lossless:
+        assert joined.decode() == text
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=some_text)
+def test_bytes_of_the_tokens_join_to_the_text(text: str, byte_level: Tokenizer) -> None:
+    check_bytes(byte_level, text)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=some_text.filter(lambda text: "▁" not in text))
+def test_bytes_of_sentencepiece_tokens_join_to_the_text(
+    text: str, sentencepiece: tuple[Tokenizer, ReferenceSentencePiece]
+) -> None:
+    tokenizer, _ = sentencepiece
+    # With the dummy prefix, a piece behind an added token gets a space too, as in the original.
+    lossless = not (tokenizer.strips_leading_space and ("\n\n" in text or "<" in text))
+    check_bytes(tokenizer, text, lossless=lossless)
+
+
+def test_special_spellings_are_text_when_asked(byte_level: Tokenizer) -> None:
+    assert byte_level.special_tokens == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    for spelling, token_id in byte_level.special_tokens.items():
+        text = f"a{spelling}b"
+        assert token_id in byte_level.encode(text)
+        ids = byte_level.encode(text, parse_special=False)
+        assert not any(byte_level.is_special(i) for i in ids)
+        assert byte_level.decode(ids) == text
+
+
+def test_special_spellings_of_a_sentencepiece_tokenizer(
+    sentencepiece: tuple[Tokenizer, ReferenceSentencePiece],
+) -> None:
+    tokenizer, _ = sentencepiece
+    ids = tokenizer.encode("<s>a</s><table>", parse_special=False)
+    assert ids[0] == 1 and not any(tokenizer.is_special(i) for i in ids[1:])
+    assert ids[-1] == tokenizer.token_to_id("<table>")  # user-defined, but not special
+    assert tokenizer.decode(ids) == "<s>a</s><table>"
+
+
+def test_facts_of_a_gguf(byte_level: Tokenizer) -> None:
+    assert (byte_level.bos_token, byte_level.bos_token_id) == ("<|im_start|>", 1)
+    assert (byte_level.eos_token, byte_level.eos_token_id) == ("<|im_end|>", 2)
+    assert byte_level.chat_template == "{{ messages }}"
+    assert not byte_level.add_bos_token and not byte_level.strips_leading_space
+    assert byte_level.max_token_id == byte_level.vocab_size - 1
+    assert byte_level.decode([1, *byte_level.encode("hi"), 2]) == "hi"
+    assert byte_level.decode([1, 2], skip_special_tokens=False) == "<|im_start|><|im_end|>"
+
+
+def test_ids_outside_the_vocabulary_are_nothing(byte_level: Tokenizer) -> None:
+    for token_id in (byte_level.vocab_size, 10**6, 2**32, 2**70, -1):
+        assert byte_level.token_bytes(token_id) == b""
+        assert byte_level.id_to_token(token_id) is None
+        assert not byte_level.is_special(token_id)
+        assert byte_level.decode([token_id]) == ""
+
+
+def test_partial_characters_become_one_replacement(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("\U0001f9ed")
+    assert len(ids) > 1
+    assert byte_level.decode(ids[:-1]) == "\ufffd"
+    assert b"".join(map(byte_level.token_bytes, ids)) == "\U0001f9ed".encode()
+
+
+def test_lone_surrogates_are_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match=r"U\+D83E at character 2"):
+        byte_level.encode("ab\ud83e")
+    with pytest.raises(TypeError):
+        byte_level.encode(3)  # type: ignore[arg-type]
+
+
+def test_threads_encode_at_once(byte_level: Tokenizer) -> None:
+    expected = [byte_level.encode(text) for text in TEXTS]
+    start = threading.Barrier(8)
+
+    def work(offset: int) -> bool:
+        start.wait()
+        order = range(offset, offset + 200)
+        ids = [byte_level.encode(TEXTS[i % len(TEXTS)], parse_special=i % 3 > 0) for i in order]
+        ids = [byte_level.encode(TEXTS[i % len(TEXTS)]) for i in order]
+        return ids == [expected[i % len(TEXTS)] for i in order]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+# Cache.
+
+
+def test_cache_gives_the_same_tokenizer(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", byte_level_fields())
+    built = load_tokenizer(path, tmp_path / "cache")
+    (cached,) = (tmp_path / "cache/tokenizers").iterdir()
+    stamp = cached.stat().st_mtime_ns
+    again = load_tokenizer(path, tmp_path / "cache")
+    assert cached.stat().st_mtime_ns == stamp
+    for text in TEXTS:
+        assert again.encode(text) == built.encode(text)
+    assert again.special_tokens == built.special_tokens
+    fields = byte_level_fields() | {"tokenizer.ggml.eos_token_id": 0}
+    load_tokenizer(write_gguf(path, fields), tmp_path / "cache")
+    assert len(list((tmp_path / "cache/tokenizers").iterdir())) == 2
+
+
+def test_damaged_cache_is_built_again(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", byte_level_fields())
+    expected = load_tokenizer(path, tmp_path / "cache").encode(TEXTS[3])
+    (cached,) = (tmp_path / "cache/tokenizers").iterdir()
+    good = cached.read_bytes()
+    leftover = cached.with_name(f".{cached.name}.0.tmp")
+    leftover.write_bytes(b"left by a killed process")
+    cached.write_bytes(good[: len(good) // 2])
+    assert load_tokenizer(path, tmp_path / "cache").encode(TEXTS[3]) == expected
+    assert cached.read_bytes() == good
+    assert not leftover.exists()
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", byte_level_fields())
+    (tmp_path / "file").write_text("in the way")
+    assert load_tokenizer(path, tmp_path / "file").encode("Hello")
+
+
+# Files that cannot be used.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": None}, "no tokenizer"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
+        ({"tokenizer.ggml.pre": "martian"}, "'martian'.*not supported; supported: smollm"),
+        ({"tokenizer.ggml.merges": None}, "merges is missing"),
+        ({"tokenizer.ggml.merges": ["q zz"]}, "cannot be built"),
+        ({"tokenizer.ggml.tokens": None}, "tokens is missing"),
+        ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "types; the file is damaged"),
+        ({"tokenizer.ggml.bos_token_id": 99_999}, "id 99999 is not in the vocabulary of 420"),
+    ],
+)
+def test_unusable_gguf_tokenizers(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    merged = byte_level_fields() | change
+    fields = {key: value for key, value in merged.items() if value is not None}
+    path = write_gguf(tmp_path / "t.gguf", fields)
+    with pytest.raises(ModelFileError, match=message) as caught:
+        load_tokenizer(path, tmp_path / "cache")
+    assert str(path) in str(caught.value)
+    assert not (tmp_path / "cache").exists() or "vocabulary" in message
+
+
+def test_duplicate_tokens_and_short_scores() -> None:
+    fields = sentencepiece_fields(adds_space=False)
+    with pytest.raises(ModelFileError, match="scores is 1 long, expected one for each of"):
+        build_tokenizer_json(fields | {"tokenizer.ggml.scores": [1.0]}, "x.gguf")
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    with pytest.raises(ModelFileError, match="'<s>' more than once"):
+        build_tokenizer_json(fields | {"tokenizer.ggml.tokens": [*tokens[:-1], "<s>"]}, "x.gguf")
+
+
+# Directories.
+
+
+def write_directory(directory: Path, *, template: bool = False) -> Path:
+    """A tiny tokenizer.json with special, user-defined and configuration-only tokens."""
+    directory.mkdir()
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        show_progress=False,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.add_tokens([AddedToken("<tool>", normalized=False)])
+    if template:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    backend.enable_truncation(5)
+    backend.enable_padding(length=5)
+    backend.save(str(directory / "tokenizer.json"))
+    size = backend.get_vocab_size()
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+        "added_tokens_decoder": {
+            str(size): {"content": "<|extra|>", "special": True, "normalized": False}
+        },
+        "chat_template": [
+            {"name": "tool_use", "template": "T"},
+            {"name": "default", "template": "D"},
+        ],
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [False, True])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_directory_ids_equal_transformers(
+    template: bool, add_bos: bool | None, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    directory = write_directory(tmp_path / "m", template=template)
+    change_config(directory, add_bos_token=add_bos)
+    ours = load_tokenizer(directory, None)
+    theirs = AutoTokenizer.from_pretrained(directory)
+    for text in [*TEXTS, "a<tool>b<|extra|>c</s>"]:
+        for add_special in (True, False):
+            assert ours.encode(text, add_special) == theirs.encode(
+                text, add_special_tokens=add_special
+            ), text
+        ids = theirs.encode(text)
+        for skip in (True, False):
+            expected = theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+            assert ours.decode(ids, skip) == expected
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert set(ours.special_tokens) == set(theirs.all_special_tokens) | {"<|extra|>"}
+    assert ours.add_bos_token == (template if add_bos is None else add_bos)
+
+
+def test_directory_facts(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "m")
+    tokenizer = load_tokenizer(directory, None)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    assert tokenizer.chat_template == "D"
+    extra = tokenizer.token_to_id("<|extra|>")
+    assert extra == tokenizer.max_token_id and tokenizer.is_special(extra)
+    assert not tokenizer.is_special(tokenizer.encode("<tool>")[0])
+    assert len(tokenizer.encode(TEXTS[3])) > 5  # truncation in the file is off
+    assert load_tokenizer(directory / "tokenizer.json", None).encode("x") == tokenizer.encode("x")
+    ids = tokenizer.encode("<|extra|></s>", parse_special=False)
+    assert not any(map(tokenizer.is_special, ids)) and tokenizer.decode(ids) == "<|extra|></s>"
+    (directory / "chat_template.jinja").write_text("J")
+    assert load_tokenizer(directory, None).chat_template == "J"
+
+
+def test_special_tokens_map_fills_gaps(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "m")
+    change_config(directory, eos_token=None, bos_token=None)
+    assert load_tokenizer(directory, None).eos_token is None
+    (directory / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+    assert load_tokenizer(directory, None).eos_token == "</s>"
+
+
+def test_unusable_directories(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="no such file or directory"):
+        load_tokenizer(tmp_path / "nowhere", None)
+    with pytest.raises(ModelFileError, match=r"tokenizer.json is missing\. Download it"):
+        load_tokenizer(tmp_path, None)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ModelFileError, match=r"it has tokenizer.model, which is another format"):
+        load_tokenizer(tmp_path, None)
+    directory = write_directory(tmp_path / "m")
+    change_config(directory, added_tokens_decoder={"7": {"content": "<|other|>"}})
+    with pytest.raises(ModelFileError, match="do not belong together"):
+        load_tokenizer(directory, None)
+    change_config(directory, added_tokens_decoder={"x": {}})
+    with pytest.raises(ModelFileError, match="malformed"):
+        load_tokenizer(directory, None)
+    (directory / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ModelFileError, match="expected a JSON object, found list"):
+        load_tokenizer(directory, None)
+    (directory / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ModelFileError, match="not a usable tokenizer.json"):
+        load_tokenizer(directory, None)
+
+
+def test_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelFileError, match=r"decoder \(WordPiece\) is not supported"):
+        load_tokenizer(tmp_path, None)
+
+
+def test_a_directory_with_one_gguf(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "t.gguf", byte_level_fields())
+    assert load_tokenizer(tmp_path, None).encode("Hello")
+
+
+# Real models.
+
+
+def gguf_field(reader: gguf.GGUFReader, name: str) -> list:
+    return reader.fields[f"tokenizer.ggml.{name}"].contents()
+
+
+@pytest.mark.slow
+def test_smollm2_ids_equal_the_reference(smollm2_gguf: Path, tmp_path: Path) -> None:
+    reader = gguf.GGUFReader(smollm2_gguf)
+    tokens, merges = gguf_field(reader, "tokens"), gguf_field(reader, "merges")
+    reference = ReferenceByteLevel(tokens, merges, tokens[:17], "smollm")
+    load_tokenizer(smollm2_gguf, tmp_path)
+    begin = time.perf_counter()
+    tokenizer = load_tokenizer(smollm2_gguf, tmp_path)
+    assert time.perf_counter() - begin < 1.0  # 0.07 s on an idle machine
+
+    @settings(max_examples=250, deadline=None)
+    @given(some_text)
+    def check(text: str) -> None:
+        assert tokenizer.encode(text) == reference.encode(text)
+        check_bytes(tokenizer, text)
+
+    for text in TEXTS:
+        assert tokenizer.encode(text) == reference.encode(text)
+    check()
+    assert tokenizer.encode("2024") == [tokenizer.token_to_id(digit) for digit in "2024"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert tokenizer.chat_template and "im_start" in tokenizer.chat_template
+
+
+@pytest.mark.slow
+def test_gemma3_ids_equal_the_reference(gemma3_gguf: Path, tmp_path: Path) -> None:
+    reader = gguf.GGUFReader(gemma3_gguf)
+    tokens, scores = gguf_field(reader, "tokens"), gguf_field(reader, "scores")
+    reference = ReferenceSentencePiece(
+        tokens, scores, gguf_field(reader, "token_type"), adds_space=False
+    )
+    load_tokenizer(gemma3_gguf, tmp_path)
+    begin = time.perf_counter()
+    tokenizer = load_tokenizer(gemma3_gguf, tmp_path)
+    assert time.perf_counter() - begin < 3.0  # 0.7 s on an idle machine
+
+    @settings(max_examples=250, deadline=None)
+    @given(some_text)
+    def check(text: str) -> None:
+        assert tokenizer.encode(text) == [2, *reference.encode(text)]
+        check_bytes(tokenizer, text, lossless="▁" not in text)
+
+    for text in TEXTS:
+        assert tokenizer.encode(text) == [2, *reference.encode(text)]
+    check()
+    assert tokenizer.add_bos_token and tokenizer.chat_template is None
+    ids = tokenizer.encode("<end_of_turn>", parse_special=False)
+    assert not any(map(tokenizer.is_special, ids[1:]))

@@ -1,0 +1,49 @@
+"""Linear layers, alone or several packed into one product."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from headrace.workers.layers.weight_slot import WeightSlot, empty_parameter
+
+
+class PackedLinear(nn.Module):
+    """Several linear layers of the same input as one: y = x W^T + b, outputs side by side.
+
+    `parts` maps the checkpoint's name of each layer to its number of outputs, in the order of the
+    packed rows.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, int], in_features: int, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.parts = dict(parts)
+        num_rows = sum(parts.values())
+        self.weight = empty_parameter(num_rows, in_features, dtype=dtype)
+        self.bias = empty_parameter(num_rows, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in_features] -> [num_tokens, sum of outputs]"""
+        return functional.linear(x, self.weight, self.bias)
+
+    def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
+        slots, start = {}, 0
+        for name, num_rows in self.parts.items():
+            rows = slice(start, start + num_rows)
+            slots[f"{prefix}{name}.weight"] = WeightSlot(self.weight[rows])
+            if self.bias is not None:
+                slots[f"{prefix}{name}.bias"] = WeightSlot(self.bias[rows])
+            start += num_rows
+        return slots
+
+
+class Linear(PackedLinear):
+    """One linear layer, called `name` in the checkpoint."""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__({name: out_features}, in_features, bias, dtype)

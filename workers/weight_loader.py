@@ -1,0 +1,111 @@
+"""Read weights tensor by tensor, in the names and layout of transformers, from either format."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headrace.configs.errors import ModelFileError
+from headrace.configs.model_files.gguf import GGUFFile
+from headrace.configs.model_files.gguf_config import gguf_weights, hf_config_from_gguf
+from headrace.configs.model_files.hf_config import normalize_hf_config
+from headrace.configs.model_files.safetensors_index import (
+    StoredTensor,
+    corrupt_file,
+    read_safetensors_index,
+)
+from headrace.configs.model_files.weight_layout import WeightSpec, weight_layout
+from headrace.kernels.dequantize import dequantize
+
+# Buffers that older checkpoints saved beside the weights; they follow from the config.
+_SAVED_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+_TIED_HEAD = "lm_head.weight"
+
+
+def iter_weights(
+    path: str | Path, hf_config: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, CPU tensor in `dtype`) for every weight of the model at `path`.
+
+    `path` is a `.gguf` file or a directory with safetensors; names and shapes are those of
+    transformers (`model.layers.0.self_attn.q_proj.weight`, [out, in]). A tied head is not yielded.
+    Order is that of the file, and one tensor is held at a time: copy or keep it. A tensor may be a
+    view of the mapped file: do not write to it. Raises `ModelFileError`, naming the file and the
+    tensor, before the first weight for all that the headers show.
+    """
+    path = Path(path)
+    if path.is_dir():
+        config = normalize_hf_config(hf_config, str(path))
+        yield from _iter_safetensors(path, weight_layout(config), dtype)
+    else:
+        yield from _iter_gguf(path, dtype)
+
+
+def _iter_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    with GGUFFile.open(path) as file:
+        for spec, tensor in gguf_weights(file, hf_config_from_gguf(file)):
+            # Norms lose their 1 in fp32, before rounding.
+            read_dtype = torch.float32 if spec.transform == "minus_one" else dtype
+            weight = dequantize(file.data(tensor), tensor.type_name, tensor.shape, read_dtype)
+            yield spec.name, _to_transformers_layout(weight, spec).to(dtype)
+
+
+def _to_transformers_layout(weight: Tensor, spec: WeightSpec) -> Tensor:
+    if spec.transform == "minus_one":
+        return weight.sub_(1.0)
+    if spec.transform == "unpermute":
+        # [heads, pair, first or second half, ...] -> [heads, half, pair, ...]
+        paired = weight.view(spec.num_heads, -1, 2, *spec.shape[1:])
+        return paired.transpose(1, 2).reshape(spec.shape)
+    return weight
+
+
+def _iter_safetensors(
+    directory: Path, layout: Mapping[str, WeightSpec], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    stored = read_safetensors_index(directory)
+    names = _checked_names(directory, stored, layout)
+    files = dict.fromkeys(stored[name].file for name in names)  # in order, without repeats
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in names:
+                    if stored[name].file == path:
+                        yield name, opened.get_tensor(name).to(dtype)
+        except (SafetensorError, OSError) as error:
+            raise corrupt_file(path, error) from error
+
+
+def _checked_names(
+    directory: Path, stored: Mapping[str, StoredTensor], layout: Mapping[str, WeightSpec]
+) -> list[str]:
+    """The names to read, after comparing what is stored with what the model needs."""
+    missing = sorted(set(layout) - set(stored))
+    if missing:
+        raise ModelFileError(
+            f"{directory}: {len(missing)} of {len(layout)} weights are missing, the first is "
+            f"{missing[0]}. "
+            "Download the model again"
+        )
+    unknown = sorted(
+        name
+        for name in set(stored) - set(layout) - {_TIED_HEAD}
+        if not name.endswith(_SAVED_BUFFERS)
+    )
+    if unknown:
+        raise ModelFileError(
+            f"{directory}: {len(unknown)} tensors do not belong to the architecture in "
+            "config.json, the first is "
+            f"{unknown[0]}. Correct config.json or download the model again"
+        )
+    for name, spec in layout.items():
+        if stored[name].shape != spec.shape:
+            raise ModelFileError(
+                f"{stored[name].file}: {name} has shape {list(stored[name].shape)}, but "
+                "config.json asks for "
+                f"{list(spec.shape)}. Download the model again"
+            )
+    return [name for name in stored if name in layout]
