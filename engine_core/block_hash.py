@@ -1,8 +1,9 @@
 """Keys of the prefix cache: chained SHA-256 over tagged, length-framed fields.
 
-A block's key covers everything its KV depends on: through the root, the model and its weights, the adapter and the
-tenant's salt; through the parent, all tokens before it; its own tokens and media. Every field is framed as tag,
-presence, length, bytes, so that two different tuples of fields never give the same input to the hash.
+A block's key covers everything its KV depends on: through the root, the model and its weights, the
+adapter and the tenant's salt; through the parent, all tokens before it; its own tokens and media.
+Every field is framed as tag, presence, length, bytes, so that two different tuples of fields never
+give the same input to the hash.
 """
 
 import hashlib
@@ -29,9 +30,7 @@ def root_hash(
     ).digest()
 
 
-def block_hash(
-    parent: bytes, token_ids: Sequence[int], media_digest: bytes | None = None
-) -> bytes:
+def block_hash(parent: bytes, token_ids: Sequence[int], media_digest: bytes | None = None) -> bytes:
     """The key of a block that follows `parent`, 32 bytes. Token ids are in [0, 2**64)."""
     tokens = struct.pack(f"<{len(token_ids)}Q", *token_ids)
     return hashlib.sha256(
@@ -42,7 +41,7 @@ def block_hash(
 def extend_hashes(
     hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, num_blocks: int
 ) -> None:
-    """Append to `hashes` (keys of leading full blocks of `token_ids`) until there are `num_blocks`."""
+    """Append keys of leading full blocks of `token_ids` until `hashes` has `num_blocks`."""
     parent = hashes[-1] if hashes else root
     for index in range(len(hashes), num_blocks):
         parent = block_hash(parent, token_ids[index * block_size : (index + 1) * block_size])

@@ -1,7 +1,9 @@
-"""The pool of KV blocks: reference counts, free lists, and the prefix cache's map from key to block.
+"""The pool of KV blocks: reference counts, free lists, and the prefix cache's map from key to
+block.
 
-A block is in exactly one of three places: in use (reference count above 0), free and cached (its content can still be
-found by key), or free and blank. Blank blocks are handed out first, then the cached one that was freed longest ago.
+A block is in exactly one of three places: in use (reference count above 0), free and cached (its
+content can still be found by key), or free and blank. Blank blocks are handed out first, then the
+cached one that was freed longest ago.
 """
 
 from collections import OrderedDict
@@ -24,7 +26,9 @@ class BlockPool:
         self._block_of: dict[BlockKey, int] = {}
         self._key_of: dict[int, BlockKey] = {}
         self._tainted: set[int] = set()  # in use, and to be zeroed once free
-        self._to_zero: dict[int, None] = {}  # free, and to be zeroed before the next step writes them
+        self._to_zero: dict[
+            int, None
+        ] = {}  # free, and to be zeroed before the next step writes them
 
     @property
     def num_free(self) -> int:
@@ -75,7 +79,9 @@ class BlockPool:
         return self._block_of.get(key)
 
     def register(self, block: int, key: BlockKey) -> None:
-        """Make a full, computed block findable; nothing happens if another block has that content already."""
+        """Make a full, computed block findable; nothing happens if another block has that content
+        already.
+        """
         if key in self._block_of or block in self._key_of or block in self._tainted:
             return
         self._block_of[key] = block
@@ -122,7 +128,9 @@ class BlockPool:
             self._block_of.pop(key, None)
 
     def check(self, references: Mapping[int, int]) -> list[str]:
-        """Compare with the references that really exist; describe every mismatch, then heal them all."""
+        """Compare with the references that really exist; describe every mismatch, then heal them
+        all.
+        """
         problems = [
             f"block {block} has reference count {count}, but {references.get(block, 0)} holders"
             for block, count in enumerate(self._ref_counts)
@@ -132,7 +140,8 @@ class BlockPool:
         expected = {block for block in range(1, len(self._ref_counts)) if block not in references}
         if len(free) != len(expected) or set(free) != expected:
             problems.append(
-                f"{len(free)} blocks in the free lists, but {len(expected)} of {self.num_usable} are free"
+                f"{len(free)} of {self.num_usable} blocks are listed as free, but"
+                f" {len(expected)} are free"
             )
         problems += self._check_keys()
         if self.num_errors:
@@ -153,7 +162,9 @@ class BlockPool:
         return problems
 
     def _heal(self, references: Mapping[int, int], free: Sequence[int]) -> None:
-        """Take the holders' word for what is in use, and forget the prefix cache, whose content is in doubt."""
+        """Take the holders' word for what is in use, and forget the prefix cache, whose content is
+        in doubt.
+        """
         self._block_of.clear()
         self._key_of.clear()
         self._cached_free.clear()

@@ -1,7 +1,8 @@
-"""`n > 1`: children that wait for the first choice's prompt, and children that hold shared blocks while they wait.
+"""`n > 1`: children that wait for the first choice's prompt, and children that hold shared blocks
+while they wait.
 
-What a waiting child holds is a favour: it is the first thing given back when blocks are short, and the child is then
-an ordinary waiting choice.
+What a waiting child holds is a favour: it is the first thing given back when blocks are short, and
+the child is then an ordinary waiting choice.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from headrace.workers.protocol import BlockCopy
 
 
 class Forks:
-    """Owns the blocks of forked children until they run, and the block copies not handed out yet."""
+    """Owns the blocks of forked children until they run, and copies not handed out yet."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -33,8 +34,9 @@ class Forks:
             parent.request.fork_children[child.id.index] = child
 
     def fork_children(self, parent: Choice) -> list[Choice]:
-        """The step being made completes the parent's prompt: its children get their blocks, as far as these
-        reach. Returns them; they are ready to be queued."""
+        """The step being made completes the parent's prompt: its children get their blocks, as far
+        as these reach. Returns them; they are ready to be queued.
+        """
         children = self.orphan(parent)
         for child in children:
             copies = self._kv.fork(parent, child)
@@ -47,14 +49,21 @@ class Forks:
 
     def orphan(self, parent: Choice) -> list[Choice]:
         """The parent can no longer be forked: returns its children, as ordinary waiting choices."""
-        request = parent.request
-        if not request.fork_children or parent.id.index in request.fork_children:
-            return []
-        children = list(request.fork_children.values())
-        request.fork_children.clear()
+        children = list(parent.request.fork_children.values())
+        parent.request.fork_children.clear()
         for child in children:
             child.waits_for = WaitsFor.NOTHING
         return children
+
+    def end(self, choice: Choice) -> list[Choice]:
+        """A choice ends: takes back what it held as a waiting child; returns children it leaves
+        behind.
+        """
+        self.release(choice)
+        if choice.waits_for is WaitsFor.FORK_PARENT:
+            del choice.request.fork_children[choice.id.index]
+            return []
+        return self.orphan(choice)
 
     def release(self, child: Choice) -> None:
         """Take back what a waiting child holds, if anything."""
@@ -65,7 +74,9 @@ class Forks:
             child.num_computed_tokens = 0
 
     def release_last(self, after: Rank | None = None) -> bool:
-        """Take back the blocks of the last ranked holder, if it ranks after `after`; False if there is none."""
+        """Take back the blocks of the last ranked holder, if it ranks after `after`; False if there
+        is none.
+        """
         last = max(self._holders, key=lambda choice: choice.rank, default=None)
         if last is None or (after is not None and last.rank <= after):
             return False
@@ -83,7 +94,9 @@ class Forks:
         self._holders.pop(child, None)
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies for the next step. They run before anything is written, so their sources are let go now."""
+        """The copies for the next step. They run before anything is written, so their sources are
+        let go now.
+        """
         copies = self.pending_copies()
         self._kv.release_copy_sources(copies)
         for child in self._holders:

@@ -1,7 +1,9 @@
-"""KV-cache bookkeeping: block tables of all groups, prefix hits, forks. The scheduler sees tokens, never blocks.
+"""KV-cache bookkeeping: block tables of all groups, prefix hits, forks. The scheduler sees tokens,
+never blocks.
 
-Groups share one pool. A "full" group keeps every block; a "sliding" group gives back blocks that fell out of its
-window, and a prefix hit needs only those of its blocks that the window still covers.
+Groups share one pool. A "full" group keeps every block; a "sliding" group gives back blocks that
+fell out of its window, and a prefix hit needs only those of its blocks that the window still
+covers.
 """
 
 from collections import Counter
@@ -16,7 +18,9 @@ from headrace.workers.protocol import BlockCopy, KVCacheSpec
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """The longest cached prefix: `num_blocks` leading blocks, of which sliding groups need only the last ones."""
+    """The longest cached prefix: `num_blocks` leading blocks, of which sliding groups need only the
+    last ones.
+    """
 
     num_blocks: int
     tables: list[list[int]]  # per group; block 0 where not needed
@@ -24,17 +28,26 @@ class PrefixHit:
 
 
 class KVCacheManager:
-    """Owns the block pool and the tables of all choices. Whatever it gives a choice, `free` takes back."""
+    """Owns the block pool and the tables of all choices. Whatever it gives a choice, `free` takes
+    back.
+    """
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, *, enable_prefix_caching: bool, max_step_tokens: int
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool,
+        max_step_tokens: int,
     ) -> None:
-        """`num_blocks` includes the null block; `max_step_tokens` bounds what one choice gets in one step."""
+        """`num_blocks` includes the null block; `max_step_tokens` bounds what one choice gets in
+        one step.
+        """
         self.block_size = spec.block_size
         self._windows = [g.window if g.kind == "sliding" else None for g in spec.groups]  # tokens
         self._enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
-        # The most blocks a sliding group holds: those of the window before a chunk, and of the chunk.
+        # The most blocks a sliding group holds: those of the window before a chunk, and its own.
         self._max_live = [
             None if window is None else _ceil_div(window - 1 + max_step_tokens, spec.block_size) + 1
             for window in self._windows
@@ -107,7 +120,9 @@ class KVCacheManager:
         return min(num_blocks, _ceil_div(window - 1, self.block_size))
 
     def admission_cost(self, choice: Choice, held: ChoiceBlocks | PrefixHit) -> int:
-        """Free blocks it takes for a choice that has, or would start from, `held` to hold all its known tokens."""
+        """Free blocks it takes for a choice that has, or would start from, `held` to hold all its
+        known tokens.
+        """
         length = _ceil_div(choice.num_tokens, self.block_size)
         cost = 0
         for table, first, limit in zip(held.tables, held.first_live, self._max_live, strict=True):
@@ -122,6 +137,11 @@ class KVCacheManager:
         return max(0, missing) and sum(
             missing if live is None else min(missing, live) for live in self._max_live
         )
+
+    def num_held_blocks(self, choice: Choice) -> int:
+        """Table entries of a choice: the most blocks that preempting it can free."""
+        blocks = _held(choice)
+        return sum(len(blocks.tables[0]) - first for first in blocks.first_live)
 
     def attach(self, choice: Choice, hit: PrefixHit) -> int:
         """Give a choice without blocks those of a hit; returns the tokens they hold."""
@@ -172,10 +192,12 @@ class KVCacheManager:
         return [table[sent:] for table in blocks.tables]
 
     def fork(self, parent: Choice, child: Choice) -> list[BlockCopy] | None:
-        """Let `child` share the parent's blocks of all prompt tokens but the last, which it computes itself.
+        """Let `child` share the parent's blocks of all prompt tokens but the last, which it
+        computes itself.
 
-        Full blocks are shared; a last, partly filled one is to be copied by the returned copies, before the next
-        step writes anything. Their sources stay referenced until `release_copy_sources`. None: blocks are short.
+        Full blocks are shared; a last, partly filled one is to be copied by the returned copies,
+        before the next step writes anything. Their sources stay referenced until
+        `release_copy_sources`. None: blocks are short.
         """
         num_tokens = child.request.num_prompt_tokens - 1
         num_full, num_rest = divmod(num_tokens, self.block_size)
@@ -205,7 +227,9 @@ class KVCacheManager:
         self._pool.release([copy.source for copy in copies])
 
     def commit(self, choice: Choice, num_tokens: int) -> None:
-        """Offer to the prefix cache the full blocks of the first `num_tokens` tokens: computed, and known."""
+        """Offer to the prefix cache the full blocks of the first `num_tokens` tokens: computed, and
+        known.
+        """
         blocks = choice.blocks
         num_full = num_tokens // self.block_size
         if blocks is None or num_full <= blocks.num_committed:
@@ -220,7 +244,8 @@ class KVCacheManager:
     def free(self, choice: Choice, *, taint: bool = False) -> None:
         """Take back all blocks of a choice, last ones first in line for reuse.
 
-        `taint`: their content may be bad: drop them from the prefix cache and zero them before reuse.
+        `taint`: their content may be bad: drop them from the prefix cache and zero them before
+        reuse.
         """
         blocks = choice.blocks
         if blocks is None:
@@ -240,14 +265,18 @@ class KVCacheManager:
         self._pool.taint(block_ids)
 
     def reset_prefix_cache(self, choices: Iterable[Choice]) -> None:
-        """Forget all cached prefixes; `choices`, computed in part, add nothing until they start afresh."""
+        """Forget all cached prefixes; `choices`, computed in part, add nothing until they start
+        afresh.
+        """
         self._pool.forget_all()
         for choice in choices:
             if choice.blocks is not None:
                 choice.blocks.may_commit = False
 
     def check(self, choices: Iterable[Choice], copies: Iterable[BlockCopy]) -> list[str]:
-        """Compare the pool with the tables of all choices and the sources of pending copies, and heal it."""
+        """Compare the pool with the tables of all choices and the sources of pending copies, and
+        heal it.
+        """
         references = Counter(copy.source for copy in copies)
         for choice in choices:
             for table in choice.blocks.tables if choice.blocks else ():

@@ -1,7 +1,8 @@
-"""Request state in the engine core: a `Request` as it was admitted, and a `Choice` for each sequence it runs.
+"""Request state in the engine core: a `Request` as it was admitted, and a `Choice` for each
+sequence it runs.
 
-A choice is the unit of scheduling. `num_computed_tokens` chases `num_tokens`; chunked prefill, prefix hits, decoding,
-replay and resumption after preemption are all that one pursuit.
+A choice is the unit of scheduling. `num_computed_tokens` chases `num_tokens`; chunked prefill,
+prefix hits, decoding, replay and resumption after preemption are all that one pursuit.
 """
 
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from headrace.configs.sampling_params import SamplingParams
 from headrace.workers.protocol import ChoiceId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Rank = tuple[float, float, int, int]  # score, arrival, submission number, choice index; lower runs first
+Rank = tuple[
+    float, float, int, int
+]  # score, arrival, submission number, choice index; lower runs first
 
 
-class ChoiceState(Enum):
+class Status(Enum):
     """Where a choice is; `Choice.waits_for` says why a waiting one is not in the queue."""
 
     WAITING = 0
@@ -36,14 +39,17 @@ class WaitsFor(Enum):
 class ChoiceBlocks:
     """KV blocks of one choice; only the KV-cache manager looks inside.
 
-    All groups' tables have the same length; entry i covers tokens [i * block_size, (i + 1) * block_size).
+    All groups' tables have the same length; entry i covers tokens [i * block_size, (i + 1) *
+    block_size).
     """
 
     tables: list[list[int]]  # per KV group; block 0 where a window has moved past
     first_live: list[int]  # per KV group: entries before this one are block 0
     num_sent: int = 0  # entries the worker knows
     num_committed: int = 0  # entries offered to the prefix cache
-    may_commit: bool = True  # False after a cache reset: what follows builds on values from before it
+    may_commit: bool = (
+        True  # False after a cache reset: what follows builds on values from before it
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -55,17 +61,21 @@ class Choice:
     rank: Rank
     token_ids: list[int]  # prompt, then the output tokens that are known
     max_total_tokens: int  # prompt and output, clamped to what window and pool hold
-    num_pending: int = 0  # tokens that handed-out steps will sample: counted before their value is known
+    num_pending: int = (
+        0  # tokens that handed-out steps will sample: counted before their value is known
+    )
     num_computed_tokens: int = 0  # KV written by the steps handed out so far
     num_in_flight: int = 0  # steps handed out and not answered
     num_preemptions: int = 0
     num_bypasses: int = 0  # later choices admitted while this one did not fit
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
     known_to_worker: bool = False
-    state: ChoiceState = ChoiceState.WAITING
+    status: Status = Status.WAITING
     waits_for: WaitsFor = WaitsFor.NOTHING
     blocks: ChoiceBlocks | None = None
-    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks of known tokens
+    block_hashes: list[bytes] = field(
+        default_factory=list
+    )  # of its leading full blocks of known tokens
 
     @property
     def num_tokens(self) -> int:
@@ -103,10 +113,14 @@ class Request:
     eos_token_id: int | None
     stop_token_ids: frozenset[int]
     priority: int
-    hash_root: bytes  # parent of the first block's hash: everything but the tokens that KV depends on
+    hash_root: (
+        bytes  # parent of the first block's hash: everything but the tokens that KV depends on
+    )
     reads_prefix_cache: bool
     choices: dict[int, Choice] = field(default_factory=dict)  # the live ones, by index
-    fork_children: dict[int, Choice] = field(default_factory=dict)  # waiting for the first to be prefilled
+    fork_children: dict[int, Choice] = field(
+        default_factory=dict
+    )  # waiting for the first to be prefilled
 
     def live_choices(self) -> Iterator[Choice]:
         """The live choices, last index first, over a copy, so that they may be ended on the way."""

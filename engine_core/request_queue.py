@@ -19,8 +19,9 @@ def make_rank(
 ) -> Rank:
     """Position among all choices; lower runs first, and no two are equal.
 
-    fcfs: by arrival. priority: by priority, where each `ageing_s` of waiting is worth one level. As all choices age
-    at one speed, `priority - waited / ageing_s` orders like `priority * ageing_s + arrival_time`, which is constant.
+    fcfs: by arrival. priority: by priority, where each `ageing_s` of waiting is worth one level. As
+    all choices age at one speed, `priority - waited / ageing_s` orders like `priority * ageing_s +
+    arrival_time`, which is constant.
     """
     if policy == "fcfs":
         score = arrival_time
@@ -34,8 +35,8 @@ def make_rank(
 class RequestQueue:
     """Waiting choices in order of rank; with fcfs, preempted ones come before all others.
 
-    (With priorities they keep the place of their rank: in front, they would take back at once what a more important
-    choice was given.)
+    (With priorities they keep the place of their rank: in front, they would take back at once what
+    a more important choice was given.)
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"]) -> None:

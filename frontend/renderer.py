@@ -3,6 +3,7 @@ event loop.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 
 from headrace.configs.config import ModelConfig
 from headrace.configs.errors import InvalidRequestError
-from headrace.configs.model_files.cache_dir import cache_directory
+from headrace.configs.model_files.cache_dir import cache_dir
 from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.chat_template import render_chat
 from headrace.frontend.tokenizers import Tokenizer, load_tokenizer
@@ -30,7 +31,7 @@ class Renderer:
     @classmethod
     def from_config(cls, model_config: ModelConfig) -> "Renderer":
         """Load the tokenizer; raises ModelFileError."""
-        return cls(load_tokenizer(Path(model_config.tokenizer_path), cache_directory()))
+        return cls(load_tokenizer(Path(model_config.tokenizer_path), cache_dir(os.environ)))
 
     def completion(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True

@@ -65,10 +65,13 @@ class KVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         page_shape = (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self._memory = mmap.mmap(-1, spec.block_bytes * num_blocks)
+        # Private memory: shared anonymous memory gets no huge pages, and they halve the touching.
+        memory = mmap.mmap(
+            -1, spec.block_bytes * num_blocks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        pool = torch.frombuffer(self._memory, dtype=dtype)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        pool = torch.frombuffer(memory, dtype=dtype)  # keeps the memory alive
         self.pool = pool.view(spec.num_buffers, num_blocks, *page_shape)
         rows = self.pool.view(
             spec.num_buffers, num_blocks * 2 * spec.block_size, spec.num_kv_heads * spec.head_dim
@@ -105,6 +108,12 @@ class KVCache:
             daemon=True,
         )
         self._toucher.start()
+
+    def wait_until_touched(self, timeout_s: float) -> bool:
+        """Whether all pages are there, after waiting at most `timeout_s`."""
+        if self._toucher is not None:
+            self._toucher.join(timeout_s)
+        return self._toucher is None or not self._toucher.is_alive()
 
     def close(self) -> None:
         """Stop touching pages. The memory itself goes with the last tensor that uses it."""

@@ -173,32 +173,42 @@ def _filter(scores: torch.Tensor, params: SamplingParams) -> None:
     if params.min_p > 0.0:
         scores.masked_fill_(scores < math.log(params.min_p), -math.inf)
     if 0 < params.top_k < scores.shape[0]:
-        kth = torch.topk(scores, params.top_k).values[-1]
-        scores.masked_fill_(scores < kth, -math.inf)
-    if params.top_p < 1.0:
+        kept = _best_tokens(scores, params.top_k)
+        if params.top_p < 1.0:
+            mass = _running_mass(scores[kept])
+            kept = kept[: _head_length(mass, mass[-1] * params.top_p)]
+    elif params.top_p < 1.0:
         kept = _nucleus(scores, params.top_p)
-        kept_scores = scores[kept]
-        scores.fill_(-math.inf)
-        scores[kept] = kept_scores
+    else:
+        return
+    kept_scores = scores[kept]
+    scores.fill_(-math.inf)
+    scores[kept] = kept_scores
 
 
 def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Ids of the shortest head of the sorted tokens that has at least `top_p` of the mass.
 
-    Sums are float64 running sums, in id order for the total and in sorted order for the head:
-    unlike a tree of partial sums, they do not depend on the number of threads. The head is sorted
-    in growing pieces, since it is mostly short and a full sort is slow.
+    The head is sorted in growing pieces, since it is mostly short and a full sort is slow.
     """
-    target = scores.double().exp().cumsum(dim=0)[-1] * top_p
+    target = _running_mass(scores)[-1] * top_p
     size = _FIRST_HEAD
     while True:
         best = _best_tokens(scores, size)
-        mass = scores[best].double().exp().cumsum(dim=0)
-        # A token stays if what precedes it is not enough yet; the first one always does.
-        num_kept = 1 + int((mass[:-1] < target).sum())
-        if num_kept < len(mass) or len(best) < size or size >= scores.shape[0]:
-            return best[:num_kept]
+        length = _head_length(_running_mass(scores[best]), target)
+        if length < len(best) or len(best) < size or size >= scores.shape[0]:
+            return best[:length]
         size *= _HEAD_GROWTH
+
+
+def _running_mass(scores: torch.Tensor) -> torch.Tensor:
+    """Running sums of exp(score), float64; unlike other sums, independent of the threads."""
+    return scores.double().exp().cumsum(dim=0)
+
+
+def _head_length(mass: torch.Tensor, target: torch.Tensor) -> int:
+    """How many tokens it takes to reach `target`: one stays if those before it fall short."""
+    return 1 + int((mass[:-1] < target).sum())
 
 
 def _best_tokens(scores: torch.Tensor, size: int) -> torch.Tensor:

@@ -45,13 +45,11 @@ _TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
     10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
     16: ("IQ2_XXS", 256, 66),
     17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98),
@@ -70,6 +68,8 @@ _TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 
 # Type name -> (elements per block, bytes per block).
@@ -414,7 +414,8 @@ def _checked_alignment(path: Path, alignment: Any) -> int:
     is_power_of_two = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
     if not is_power_of_two or alignment > MAX_ALIGNMENT:
         raise ModelFileError(
-            f"{path}: general.alignment is {alignment!r}; it must be a power of two of at most "
+            f"{path}: general.alignment is {str(alignment)[:80]}; it must be a power of two of at "
+            "most "
             f"{MAX_ALIGNMENT}. The file is corrupt: download it again"
         )
     return int(alignment)

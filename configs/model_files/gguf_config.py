@@ -52,19 +52,19 @@ _DEFAULT_ROPE_THETA = 10_000.0
 
 
 def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """The normalized `hf_config` of the model in `file`; reads no weights but Llama's rotary
-    factors.
+    """The normalized `hf_config` of the model in `file`.
 
-    Also checks that every weight of the model is there with the right shape and a known element
-    type, and that there is none that would be ignored. Raises `ModelFileError` for all that is not
-    supported.
+    Reads no weights but Llama's rotary factors. Also checks that every weight of the model is there
+    with the right shape and a known element type, and that there is none that would be ignored.
+    Raises `ModelFileError` for all that is not supported.
     """
-    keys = _Keys(file)
-    if (keys.optional_int("split.count", prefix="") or 1) > 1:
+    num_parts = file.metadata.get("split.count")  # first: only one part has the other keys
+    if isinstance(num_parts, int) and num_parts > 1:
         raise ModelFileError(
             f"{file.path}: one part of a split GGUF file, which is not supported. "
             "Merge the parts with `llama-gguf-split --merge` first"
         )
+    keys = _Keys(file)
     if "token_embd.weight" not in file.tensors:
         raise ModelFileError(
             f"{file.path}: no tensor token_embd.weight: this file holds no language model weights. "
@@ -100,7 +100,7 @@ class _Keys:
         self.architecture = str(self._optional("general.architecture", str) or "")
         if self.architecture not in _ARCHITECTURES:
             raise ModelFileError(
-                f"{file.path}: not supported: arch {self.architecture or '(none)'}; "
+                f"{file.path}: not supported: arch {self.architecture[:80] or '(none)'}; "
                 f"supported: {', '.join(_ARCHITECTURES)}"
             )
         self._prefix = f"{self.architecture}."
@@ -195,7 +195,8 @@ def _rope(keys: _Keys) -> dict[str, Any]:
         return rope
     if kind not in ("none", "linear", "yarn"):
         raise ModelFileError(
-            f"{keys.path}: rope.scaling.type {kind} is not supported; supported: none, linear, yarn"
+            f"{keys.path}: rope.scaling.type {kind[:80]} is not supported; supported: none, "
+            "linear, yarn"
         )
     rope |= {"rope_type": "linear" if kind == "none" else kind, "factor": factor or 1.0}
     original = keys.optional_int("rope.scaling.original_context_length")

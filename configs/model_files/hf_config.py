@@ -154,6 +154,11 @@ def normalize_hf_config(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name in _SIZES:
         _check_size(config, name, source, MAX_SIZE)
     _check_heads(config, source)
+    _check_positive(config, "rms_norm_eps", source)
+    if not isinstance(config["tie_word_embeddings"], bool):
+        raise ModelFileError(
+            f"{source}: tie_word_embeddings is {config['tie_word_embeddings']!r}, not true or false"
+        )
     _fill_layer_types(config, architecture, source)
     config["rope_parameters"] = _rope_parameters(config, architecture, source)
     for old in ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"):
@@ -173,7 +178,7 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
         if name in _DEFAULTS:
             return str(name)
     raise ModelFileError(
-        f"{source}: not supported: architecture {', '.join(map(str, names))}; supported: "
+        f"{source}: not supported: architecture {', '.join(map(str, names))[:200]}; supported: "
         f"{supported}"
     )
 
@@ -183,6 +188,16 @@ def _check_size(config: Mapping[str, Any], name: str, source: str, limit: int) -
     if type(value) is not int or not 1 <= value <= limit:
         raise ModelFileError(
             f"{source}: {name} is {value!r}, but must be an integer from 1 to {limit}. "
+            "The file is corrupt: download it again"
+        )
+
+
+def _check_positive(values: Mapping[str, Any], name: str, source: str) -> None:
+    value = values.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 < value < math.inf:
+        raise ModelFileError(
+            f"{source}: {name} is {value!r}, but must be a number above 0. "
             "The file is corrupt: download it again"
         )
 
@@ -276,12 +291,7 @@ def _one_rope(
             f"{source}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported; "
             "only 1.0 is"
         )
-    for name in ("rope_theta", "factor"):
-        value = rope.get(name, 1.0)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0.0 < value < math.inf:
-            raise ModelFileError(
-                f"{source}: rotary {name} is {value!r}, but must be a number above 0. "
-                "The file is corrupt: download it again"
-            )
+    _check_positive(rope, "rope_theta", source)
+    if "factor" in rope:
+        _check_positive(rope, "factor", source)
     return rope

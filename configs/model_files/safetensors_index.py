@@ -69,10 +69,11 @@ def _shards(directory: Path) -> dict[Path, set[str]]:
         raise ModelFileError(f"{index}: no weight_map. The file is corrupt: download it again")
     shards: dict[Path, set[str]] = {}
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        is_plain = isinstance(file_name, str) and file_name.isprintable()
+        if not is_plain or Path(file_name).name != file_name or file_name == "..":
             raise ModelFileError(
-                f"{index}: {name} is said to be in {file_name!r}, which is not the name of a file "
-                "beside it"
+                f"{index}: {name} is said to be in {file_name!r}, "
+                "which is not the name of a file beside it"
             )
         shards.setdefault(directory / file_name, set()).add(name)
     missing = sorted(file.name for file in shards if not file.is_file())

@@ -1,4 +1,4 @@
-"""A client's connection while its request runs: work is given up when the client or the server goes."""
+"""A client's connection: work is given up when the client, or the server, goes."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -51,4 +51,3 @@ class ClientConnection:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-

@@ -1,5 +1,6 @@
 """Health, version and metrics routes, and the gate in front of all others."""
 
+import functools
 import importlib.metadata
 
 import msgspec
@@ -75,5 +76,6 @@ def json_response(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
+@functools.cache
 def package_version() -> str:
     return importlib.metadata.version("headrace")

@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from headrace.engine_core.messages import EngineStats
-from headrace.frontend.async_engine import AsyncEngine
+from headrace.frontend.http.engine import ServingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ COUNTERS = {
 class ServerMetrics:
     """All metrics of one API server, in a registry of its own."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
         self._registry = CollectorRegistry()
         self._has_failed = False
@@ -95,7 +95,7 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """Reads the engine's statistics when scraped, so that serving pays nothing for them."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

@@ -1,28 +1,25 @@
 """What all routes share: the engine, whether the server is going down, keys and metrics."""
 
 import asyncio
-from typing import Literal
 
 from headrace.configs.errors import EngineDeadError, EngineNotReadyError
-from headrace.frontend.async_engine import AsyncEngine
+from headrace.frontend.http.engine import EngineState, ServingEngine
 from headrace.frontend.http.metrics import ServerMetrics
-
-Status = Literal["starting", "ready", "draining", "dead"]
 
 
 class ServerState:
-    """State of one API-server process. `stopping` is set once, when the server begins to go down."""
+    """State of one API-server process. `stopping` is set once, when the server goes down."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self.engine = engine
         self.stopping = asyncio.Event()
         self.metrics = ServerMetrics(engine)
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineState:
         return "draining" if self.stopping.is_set() else self.engine.state
 
-    def ready_engine(self) -> AsyncEngine:
+    def ready_engine(self) -> ServingEngine:
         """The engine, if it takes requests; else EngineNotReadyError or EngineDeadError."""
         self.check_ready()
         return self.engine

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from headrace.configs.errors import HeadraceError
 from headrace.frontend.http.connection import ClientConnection, ClientDisconnected
 from headrace.frontend.http.errors import describe_error
 
@@ -59,10 +60,9 @@ class EventStreamResponse(Response):
         except ClientDisconnected:
             return
         except Exception as error:
-            body = describe_error(error)
-            if body.error.code == 500:
+            if not isinstance(error, HeadraceError):
                 logger.exception("a stream failed")
-            await self._say_farewell(send, encode_event(body) + DONE)
+            await self._say_farewell(send, encode_event(describe_error(error)) + DONE)
         finally:
             self._connection.close()
             await self._events.aclose()

@@ -7,7 +7,6 @@ from typing import Any
 import tokenizers
 
 from headrace.configs.errors import ModelFileError
-from headrace.frontend.tokenizers.post_processor import bos_eos_processor
 from headrace.frontend.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 
 _NAMED_TOKENS = (
@@ -23,7 +22,11 @@ _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def load_directory(directory: Path) -> Tokenizer:
-    """The tokenizer of `directory`; ModelFileError when tokenizer.json is missing or broken."""
+    """The tokenizer of `directory`; ModelFileError when tokenizer.json is missing or broken.
+
+    What is added around a text is the post-processor of tokenizer.json alone: `add_bos_token` in
+    tokenizer_config.json is for the slow tokenizers of old, and transformers ignores it here too.
+    """
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise ModelFileError(_missing_message(directory))
@@ -47,12 +50,6 @@ def load_directory(directory: Path) -> Tokenizer:
         _named_token(backend, config, "bos_token"),
         _named_token(backend, config, "eos_token"),
     )
-    if "add_bos_token" in config or "add_eos_token" in config:
-        # As in transformers, these win over tokenizer.json.
-        backend.post_processor = bos_eos_processor(
-            bos if config.get("add_bos_token") else None,
-            eos if config.get("add_eos_token") else None,
-        )
     facts = TokenizerFacts(
         source=str(directory),
         bos_token_id=bos[1] if bos else None,
@@ -71,8 +68,8 @@ def _missing_message(directory: Path) -> str:
     there = f" (it has {', '.join(others)}, which is another format)" if others else ""
     return (
         f"{directory}: tokenizer.json is missing{there}. Download it from the model's page, or "
-        "write it with "
-        "transformers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+        "write it with transformers: "
+        "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
     )
 
 
@@ -118,9 +115,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, directory: Path, config: dict[str
         if backend.token_to_id(token.content) != token_id:
             raise ModelFileError(
                 f"{directory}: the added token {token.content!r} has id {token_id} in the "
-                "configuration but "
-                f"{backend.token_to_id(token.content)} in tokenizer.json; the files do not belong "
-                "together"
+                f"configuration but {backend.token_to_id(token.content)} in tokenizer.json; the "
+                "files do not belong together"
             )
     in_vocabulary = [
         tokenizers.AddedToken(content, normalized=False, special=True)

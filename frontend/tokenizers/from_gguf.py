@@ -7,6 +7,7 @@ fallback).
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -80,19 +81,13 @@ def _byte_level_bpe(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: tokenizer.ggml.merges is missing; a byte-level tokenizer needs its merges"
         )
     normalizer, pre_tokenizer, ignore_merges = _pre_tokenizer(pre, source)
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES)
     return _assemble(
         tokens,
         types,
         normalizer=normalizer,
         pre_tokenizer=pre_tokenizer,
-        decoder=byte_level,
+        decoder=_byte_level(use_regex=True),
         post_processor=_post_processor(metadata, tokens, bool(add_bos), source),
         model={
             "merges": merges,
@@ -107,7 +102,7 @@ def _pre_tokenizer(pre: str, source: str) -> tuple[dict[str, Any] | None, dict[s
     """Normalizer, pre-tokenizer and `ignore_merges` (whether a word in the vocabulary skips the
     merges) of the family named `pre`.
     """
-    gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    gpt2 = _byte_level(use_regex=True)
     if pre in _GPT2_NAMES:
         return None, gpt2, False
     if pre == "smollm":
@@ -131,13 +126,17 @@ def _split_words(digits: str) -> dict[str, Any]:
         "behavior": "Isolated",
         "invert": False,
     }
-    to_bytes = {
+    return _sequence(split, _byte_level(use_regex=False))
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    """Bytes to characters (as a decoder: back); `use_regex` splits at GPT-2's pattern first."""
+    return {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
-        "use_regex": False,
+        "use_regex": use_regex,
     }
-    return _sequence(split, to_bytes)
 
 
 def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -232,8 +231,7 @@ def _tokens_and_types(metadata: Mapping[str, Any], source: str) -> tuple[list[st
             f"{source}: {len(tokens)} tokens but {len(types)} token types; the file is damaged"
         )
     if len(set(tokens)) != len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
+        (twice, _), *_ = Counter(tokens).most_common(1)
         raise ModelFileError(
             f"{source}: the vocabulary holds {twice!r} more than once; the file is damaged"
         )
@@ -288,13 +286,15 @@ def _post_processor(
     metadata: Mapping[str, Any], tokens: list[str], add_bos: bool, source: str
 ) -> dict[str, Any]:
     """A template that puts BOS before and EOS behind the text, as far as the file asks for them."""
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    eos_id = metadata.get("tokenizer.ggml.eos_token_id")
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
-    bos = _token_at(tokens, bos_id, "BOS", source) if add_bos and bos_id is not None else None
-    eos = _token_at(tokens, eos_id, "EOS", source) if add_eos and eos_id is not None else None
+
+    def named(key: str, name: str) -> tuple[str, int] | None:
+        token_id = metadata.get(f"tokenizer.ggml.{key}")
+        return None if token_id is None else (_token_at(tokens, token_id, name, source), token_id)
+
     processor = bos_eos_processor(
-        (bos, bos_id) if bos is not None else None, (eos, eos_id) if eos is not None else None
+        named("bos_token_id", "BOS") if add_bos else None,
+        named("eos_token_id", "EOS") if add_eos else None,
     )
     state: dict[str, Any] = json.loads(processor.__getstate__())
     return state

@@ -5,7 +5,9 @@ start.
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -48,14 +50,10 @@ def _load_gguf(path: Path, cache_dir: Path | None) -> Tokenizer:
         cached = cache_dir / "tokenizers" / f"{_header_digest(gguf)}.json" if cache_dir else None
         backend = _from_cache(cached)
         if backend is None:
-            content = json.dumps(
-                build_tokenizer_json(metadata, str(path)), ensure_ascii=False, separators=(",", ":")
-            )
+            content = _build(metadata, path)
             try:
                 backend = tokenizers.Tokenizer.from_str(content)
-            except (
-                Exception
-            ) as error:  # the library raises plain Exception, e.g. for a merge of unknown tokens
+            except Exception as error:  # the library's plain Exception, e.g. a merge of no tokens
                 raise ModelFileError(
                     f"{path}: the tokenizer in this file cannot be built: {error}"
                 ) from None
@@ -68,6 +66,16 @@ def _load_gguf(path: Path, cache_dir: Path | None) -> Tokenizer:
             chat_template=template if isinstance(template, str) else None,
         )
         return Tokenizer(backend, facts)
+
+
+def _build(metadata: Mapping[str, Any], path: Path) -> str:
+    try:
+        content = build_tokenizer_json(metadata, str(path))
+    except (TypeError, ValueError) as error:  # text where a number belongs, and the like
+        raise ModelFileError(
+            f"{path}: a tokenizer.ggml key has the wrong type: {error}; the file is damaged"
+        ) from None
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
 def _header_digest(gguf: GGUFFile) -> str:

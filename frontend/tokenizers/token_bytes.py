@@ -56,8 +56,8 @@ def read_decoder(backend: tokenizers.Tokenizer, source: str) -> DecoderKind:
             return DecoderKind("sentencepiece", "ByteFallback" in types, strips_space)
     raise ModelFileError(
         f"{source}: the tokenizer's decoder ({' + '.join(types) or 'none'}) is not supported; "
-        "headrace decodes ByteLevel, "
-        "Metaspace, and Replace + ByteFallback + Fuse (+ Strip of one leading space)"
+        "headrace decodes ByteLevel, Metaspace, and Replace + ByteFallback + Fuse (+ Strip of one "
+        "leading space)"
     )
 
 

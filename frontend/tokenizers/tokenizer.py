@@ -75,7 +75,8 @@ class Tokenizer:
         try:
             ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # all that the library says about a str that is not Unicode
-            _refuse_surrogates(text)
+            if isinstance(text, str):
+                _refuse_surrogates(text)
             raise
         return ids
 
@@ -115,12 +116,12 @@ class Tokenizer:
     def _name_of(self, token_id: int | None) -> str | None:
         if token_id is None:
             return None
-        name = self.id_to_token(token_id)
+        name = self.id_to_token(token_id) if isinstance(token_id, int) else None
         if name is None:
             raise ModelFileError(
-                f"{self._facts.source}: BOS or EOS id {token_id} is not in the vocabulary of "
-                f"{self._backend.get_vocab_size()} tokens; "
-                "the file is damaged or was converted wrongly"
+                f"{self._facts.source}: BOS or EOS id {token_id!r} is not in the vocabulary of "
+                f"{self._backend.get_vocab_size()} tokens; the file is damaged or was converted "
+                "wrongly"
             )
         return name
 

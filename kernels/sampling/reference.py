@@ -39,14 +39,16 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The product of two words needs 64 bits; int64 wraps, but holds the right bits.
+        # The product of two words needs 64 bits; int64 wraps, but holds the right ones. What is
+        # only combined by xor is not cut to 32 bits until it becomes a factor, or at the end.
         p0 = c0 * _MULTIPLIERS[0]
         p1 = c2 * _MULTIPLIERS[1]
-        c0, c2 = _high(p1) ^ c1 ^ k0, _high(p0) ^ c3 ^ k1
-        c1, c3 = p1 & _WORD, p0 & _WORD
-        k0 = (k0 + _WEYL[0]) & _WORD
-        k1 = (k1 + _WEYL[1]) & _WORD
-    return c0, c1, c2, c3
+        c0 = ((p1 >> 32) ^ c1 ^ k0) & _WORD
+        c2 = ((p0 >> 32) ^ c3 ^ k1) & _WORD
+        c1, c3 = p1, p0
+        k0 = k0 + _WEYL[0]
+        k1 = k1 + _WEYL[1]
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def seed_to_int64(seed: int) -> int:
@@ -96,10 +98,6 @@ def gumbel_max(
     return _first_maximum(sums, rows, groups, num_rows)
 
 
-def _high(product: torch.Tensor) -> torch.Tensor:
-    return (product >> 32) & _WORD  # the shift is arithmetic: drop the copies of the sign
-
-
 def _group_noise(
     groups: torch.Tensor,
     seeds: torch.Tensor,
@@ -109,7 +107,7 @@ def _group_noise(
 ) -> torch.Tensor:
     """Noise of tokens 4*group … 4*group+3: int64 arguments of shape [...] give [..., 4] float32."""
     counter = (groups, output_indices, choice_indices, torch.full_like(groups, purpose))
-    words = torch.stack(philox4x32(counter, (seeds & _WORD, _high(seeds))), dim=-1)
+    words = torch.stack(philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD)), dim=-1)
     uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
 

@@ -1,14 +1,17 @@
 """Incremental detokenizing against Python's own decoder (rule PP31)."""
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.frontend.detokenizer import IncrementalDetokenizer, decode_all
+from headrace.frontend.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 
 
 @dataclass
@@ -58,11 +61,11 @@ def test_streamed_text_is_the_decoded_text(
 
 @given(text=st.text(max_size=20), data=st.data())
 def test_no_replacement_characters_in_valid_text(text: str, data: st.DataObject) -> None:
-    """However valid UTF-8 is cut into tokens, every delta is a piece of it, as soon as it is certain."""
+    """Valid UTF-8 in any pieces: every character appears as soon as it is complete."""
     encoded = text.encode()
     cuts = data.draw(st.lists(st.integers(0, len(encoded)), max_size=10).map(sorted))
     bounds = [0, *cuts, len(encoded)]
-    table = [encoded[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    table = [encoded[a:b] for a, b in itertools.pairwise(bounds)]
     detokenizer = IncrementalDetokenizer(ByteTable(table))
     so_far = ""
     for token_id, end in enumerate(bounds[1:]):
@@ -93,6 +96,34 @@ def test_the_leading_space() -> None:
     assert stream(IncrementalDetokenizer(tokenizer), [2, 1, 1]) == ["", "a", " a", ""]
     assert stream(IncrementalDetokenizer(tokenizer), [0, 0, 1]) == ["", " ", " a", ""]
     assert stream(IncrementalDetokenizer(tokenizer, continues_text=True), [1]) == [" a", ""]
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    """A real tokenizer whose tokens are bytes, two merged pairs and a special token."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "t"), ("Ã", "©")]
+    vocab = [*alphabet, *(a + b for a, b in merges)]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={token: i for i, token in enumerate(vocab)}, merges=merges)
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend, TokenizerFacts("test"))
+
+
+@given(token_ids=st.lists(st.integers(0, 260), max_size=40), skip=st.booleans())
+def test_with_the_real_tokenizer(byte_level: Tokenizer, token_ids: list[int], skip: bool) -> None:
+    text = "".join(stream(IncrementalDetokenizer(byte_level, skip), token_ids))
+    assert text == decode_all(byte_level, token_ids, skip)
+    assert text == byte_level.decode(token_ids, skip_special_tokens=skip)
+
+
+@given(text=st.text(max_size=30))
+def test_round_trip_with_the_real_tokenizer(byte_level: Tokenizer, text: str) -> None:
+    token_ids = byte_level.encode(text, add_special_tokens=False, parse_special=False)
+    assert "".join(stream(IncrementalDetokenizer(byte_level, False), token_ids)) == text
 
 
 def seconds(run: Callable[[int], None], size: int) -> float:

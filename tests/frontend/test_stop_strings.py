@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.frontend.detokenizer import IncrementalDetokenizer, decode_all
 from headrace.frontend.stop_strings import StopStrings
 
 
@@ -147,6 +148,36 @@ def test_min_tokens_ignores_matches_but_not_their_beginnings() -> None:
     search = StopStrings(["stop", "topper"], include=False)
     assert search.push("a stop", can_stop=False) == ("a s", None)  # "top" may become "topper"
     assert search.push("per", can_stop=True) == ("", "topper")
+
+
+class ByteTokens:
+    """Token i is one byte, of an alphabet that makes whole, partial and broken characters."""
+
+    strips_leading_space = False
+    alphabet = b"ab\xc3\xa9\xff"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.alphabet[token_id : token_id + 1]
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+@settings(max_examples=200)
+@given(
+    token_ids=st.lists(st.integers(0, 4), max_size=25),
+    stops=st.lists(st.text(alphabet="abé\ufffd", min_size=1, max_size=3), max_size=3),
+    include=st.booleans(),
+)
+def test_streamed_tokens_stop_where_the_decoded_text_does(
+    token_ids: list[int], stops: list[str], include: bool
+) -> None:
+    """Detokenizer and stop strings together, as a choice runs them."""
+    detokenizer = IncrementalDetokenizer(ByteTokens())
+    pieces = [*map(detokenizer.push, token_ids), detokenizer.flush()]
+    deltas, matched = run(pieces, stops, include)
+    whole = decode_all(ByteTokens(), token_ids)
+    assert ("".join(deltas), matched) == definition(whole, stops, include, first_end=1)
 
 
 def repeated(size: int) -> float:

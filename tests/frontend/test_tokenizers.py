@@ -3,11 +3,14 @@ transformers.
 """
 
 import json
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -67,10 +70,10 @@ def reference_byte_alphabet() -> dict[int, str]:
 
 
 def reference_words(pre: str, text: str) -> list[str]:
-    space = r"\p{White_Space}"
+    space = r"\p{White_Space}"  # the \s of `regex` has U+001C to U+001F too
     gpt2 = (
         rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^{space}\p{{L}}\p{{N}}]+"
-        rf"|{space}+(?!(?:(?!{space})[\s\S]))|{space}+"
+        rf"|{space}+(?![^{space}])|{space}+"
     )
     if pre == "gpt-2":
         return regex.findall(gpt2, text)
@@ -80,41 +83,39 @@ def reference_words(pre: str, text: str) -> list[str]:
     digits = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}[pre]
     return regex.findall(
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-        rf"| ?[^{space}\p{{L}}\p{{N}}]+[\r\n]*|{space}*[\r\n]+|{space}+(?!(?:(?!{space})[\s\S]))|{space}+",
+        rf"| ?[^{space}\p{{L}}\p{{N}}]+[\r\n]*|{space}*[\r\n]+|{space}+(?![^{space}])|{space}+",
         text,
     )
 
 
-def split_at_tokens(text: str, tokens: list[str]) -> list[tuple[bool, str]]:
-    """Pieces of `text` as (is a token, piece): the leftmost, then longest of `tokens` each time."""
-    pieces: list[tuple[bool, str]] = []
-    plain = ""
-    by_length = sorted((token for token in tokens if token), key=len, reverse=True)
-    by_first: dict[str, list[str]] = {}
-    for token in by_length:
-        by_first.setdefault(token[0], []).append(token)
-    position = 0
-    while position < len(text):
-        match = next(
-            (t for t in by_first.get(text[position], []) if text.startswith(t, position)), None
-        )
-        if match is None:
-            plain += text[position]
-            position += 1
-            continue
-        if plain:
-            pieces.append((False, plain))
-        plain = ""
-        pieces.append((True, match))
-        position += len(match)
-    return [*pieces, (False, plain)] if plain else pieces
+class ReferenceSplitter:
+    """Cuts a text at the leftmost, then longest, of `tokens` each time."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.by_first: dict[str, list[str]] = {}
+        for token in sorted(tokens, key=len, reverse=True):
+            self.by_first.setdefault(token[0], []).append(token)
+
+    def split(self, text: str) -> list[tuple[bool, str]]:
+        """Pieces as (is one of the tokens, piece)."""
+        pieces: list[tuple[bool, str]] = []
+        position = 0
+        while position < len(text):
+            candidates = self.by_first.get(text[position], [])
+            match = next((t for t in candidates if text.startswith(t, position)), None)
+            if match is None and pieces and not pieces[-1][0]:
+                pieces[-1] = (False, pieces[-1][1] + text[position])
+            else:
+                pieces.append((match is not None, match or text[position]))
+            position += len(match or text[position])
+        return pieces
 
 
 def merge_by(symbols: list[str], rank: Callable[[str, str], float | None]) -> list[str]:
     """Merge the adjacent pair of lowest rank, leftmost first, until none has a rank."""
     symbols = list(symbols)
     while True:
-        ranks = [rank(a, b) for a, b in zip(symbols, symbols[1:], strict=False)]
+        ranks = [rank(a, b) for a, b in pairwise(symbols)]
         best = min((r for r in ranks if r is not None), default=None)
         if best is None:
             return symbols
@@ -126,12 +127,12 @@ class ReferenceByteLevel:
     def __init__(self, tokens: list[str], merges: list[str], added: list[str], pre: str) -> None:
         self.ids = {token: i for i, token in enumerate(tokens)}
         self.ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
-        self.added, self.pre = added, pre
+        self.splitter, self.pre = ReferenceSplitter(added), pre
         self.alphabet = reference_byte_alphabet()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for is_token, piece in split_at_tokens(text, self.added):
+        for is_token, piece in self.splitter.split(text):
             if is_token:
                 ids.append(self.ids[piece])
                 continue
@@ -140,7 +141,8 @@ class ReferenceByteLevel:
                 if self.pre == "llama-bpe" and "".join(symbols) in self.ids:
                     ids.append(self.ids["".join(symbols)])
                     continue
-                ids += [self.ids[s] for s in merge_by(symbols, lambda a, b: self.ranks.get((a, b)))]
+                merged = merge_by(symbols, lambda a, b: self.ranks.get((a, b)))
+                ids += [self.ids[symbol] for symbol in merged if symbol in self.ids]
         return ids
 
 
@@ -150,12 +152,13 @@ class ReferenceSentencePiece:
     ) -> None:
         self.ids = {token: i for i, token in enumerate(tokens)}
         self.costs = {t: -s for t, s, k in zip(tokens, scores, types, strict=True) if k == NORMAL}
-        self.added = [t for t, k in zip(tokens, types, strict=True) if k in (2, 3, 4)]
+        added = [t for t, k in zip(tokens, types, strict=True) if k in (2, 3, 4)]
+        self.splitter = ReferenceSplitter(added)
         self.adds_space = adds_space
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for is_token, piece in split_at_tokens(text, self.added):
+        for is_token, piece in self.splitter.split(text):
             if is_token:
                 ids.append(self.ids[piece])
                 continue
@@ -253,10 +256,9 @@ def sentencepiece(
     return load_tokenizer(write_gguf(path, fields), None), reference_sentencepiece(fields)
 
 
-def reference_sentencepiece(fields: dict[str, object]) -> ReferenceSentencePiece:
+def reference_sentencepiece(fields: Mapping[str, Any]) -> ReferenceSentencePiece:
     tokens, scores, types = (
-        list(fields[f"tokenizer.ggml.{name}"])  # type: ignore[call-overload]
-        for name in ("tokens", "scores", "token_type")
+        fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type")
     )
     adds_space = bool(fields["tokenizer.ggml.add_space_prefix"])
     return ReferenceSentencePiece(tokens, scores, types, adds_space=adds_space)
@@ -447,6 +449,8 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
         ({"tokenizer.ggml.merges": ["q zz"]}, "cannot be built"),
         ({"tokenizer.ggml.tokens": None}, "tokens is missing"),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "types; the file is damaged"),
+        ({"tokenizer.ggml.token_type": ["x"] * 420}, "has the wrong type"),
+        ({"tokenizer.ggml.bos_token_id": "1"}, "id '1' is not in the vocabulary of 420"),
         ({"tokenizer.ggml.bos_token_id": 99_999}, "id 99999 is not in the vocabulary of 420"),
     ],
 )
@@ -542,8 +546,8 @@ def test_directory_ids_equal_transformers(
             assert ours.decode(ids, skip) == expected
     assert ours.eos_token_id == theirs.eos_token_id
     assert ours.bos_token_id == theirs.bos_token_id
-    assert set(ours.special_tokens) == set(theirs.all_special_tokens) | {"<|extra|>"}
-    assert ours.add_bos_token == (template if add_bos is None else add_bos)
+    assert set(ours.special_tokens) == set(theirs.all_special_tokens) - {"[PAD]"} | {"<|extra|>"}
+    assert ours.add_bos_token == template
 
 
 def test_directory_facts(tmp_path: Path) -> None:
@@ -588,8 +592,9 @@ def test_unusable_directories(tmp_path: Path) -> None:
     (directory / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ModelFileError, match="expected a JSON object, found list"):
         load_tokenizer(directory, None)
+    (directory / "tokenizer_config.json").unlink()
     (directory / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(ModelFileError, match="not a usable tokenizer.json"):
+    with pytest.raises(ModelFileError, match=r"not a usable tokenizer\.json"):
         load_tokenizer(directory, None)
 
 
@@ -609,25 +614,50 @@ def test_a_directory_with_one_gguf(tmp_path: Path) -> None:
 # Real models.
 
 
-def gguf_field(reader: gguf.GGUFReader, name: str) -> list:
-    return reader.fields[f"tokenizer.ggml.{name}"].contents()
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Key-value pairs of a GGUF file, read plainly (the `gguf` package takes ten seconds)."""
+    data = path.read_bytes()
+    position = 24
+    formats = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+
+    def number(fmt: str) -> Any:
+        nonlocal position
+        (value,) = struct.unpack_from(f"<{fmt}", data, position)
+        position += struct.calcsize(f"<{fmt}")
+        return value
+
+    def value(kind: int) -> Any:
+        nonlocal position
+        if kind == 8:
+            length = number("Q")
+            position += length
+            return data[position - length : position].decode()
+        if kind == 9:
+            item_kind, count = number("I"), number("Q")
+            return [value(item_kind) for _ in range(count)]
+        return number(formats[kind])
+
+    (num_keys,) = struct.unpack_from("<Q", data, 16)
+    return {value(8): value(number("I")) for _ in range(num_keys)}
 
 
 @pytest.mark.slow
 def test_smollm2_ids_equal_the_reference(smollm2_gguf: Path, tmp_path: Path) -> None:
-    reader = gguf.GGUFReader(smollm2_gguf)
-    tokens, merges = gguf_field(reader, "tokens"), gguf_field(reader, "merges")
+    metadata = read_metadata(smollm2_gguf)
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     reference = ReferenceByteLevel(tokens, merges, tokens[:17], "smollm")
+    # This vocabulary lacks 21 rare bytes (U+0004, U+001D, ...); its own tokenizer drops them too.
+    lost = {b for b, name in reference.alphabet.items() if name not in reference.ids}
     load_tokenizer(smollm2_gguf, tmp_path)
     begin = time.perf_counter()
     tokenizer = load_tokenizer(smollm2_gguf, tmp_path)
     assert time.perf_counter() - begin < 1.0  # 0.07 s on an idle machine
 
-    @settings(max_examples=250, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(some_text)
     def check(text: str) -> None:
         assert tokenizer.encode(text) == reference.encode(text)
-        check_bytes(tokenizer, text)
+        check_bytes(tokenizer, text, lossless=lost.isdisjoint(text.encode()))
 
     for text in TEXTS:
         assert tokenizer.encode(text) == reference.encode(text)
@@ -639,17 +669,14 @@ def test_smollm2_ids_equal_the_reference(smollm2_gguf: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_gemma3_ids_equal_the_reference(gemma3_gguf: Path, tmp_path: Path) -> None:
-    reader = gguf.GGUFReader(gemma3_gguf)
-    tokens, scores = gguf_field(reader, "tokens"), gguf_field(reader, "scores")
-    reference = ReferenceSentencePiece(
-        tokens, scores, gguf_field(reader, "token_type"), adds_space=False
-    )
+    metadata = read_metadata(gemma3_gguf)
+    reference = reference_sentencepiece(metadata)
     load_tokenizer(gemma3_gguf, tmp_path)
     begin = time.perf_counter()
     tokenizer = load_tokenizer(gemma3_gguf, tmp_path)
     assert time.perf_counter() - begin < 3.0  # 0.7 s on an idle machine
 
-    @settings(max_examples=250, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(some_text)
     def check(text: str) -> None:
         assert tokenizer.encode(text) == [2, *reference.encode(text)]

@@ -1,4 +1,4 @@
-"""Model definitions: one file per family, which says only how it differs from the shared decoder."""
+"""Model definitions: a file per family, which says only how it differs from the decoder."""
 
 from headrace.workers.models.decoder import Decoder
 from headrace.workers.models.decoder_config import DecoderConfig, LayerConfig

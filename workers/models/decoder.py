@@ -84,6 +84,7 @@ class Decoder(nn.Module):
                 f"rotary parameters of the model cannot be used: {error}"
             ) from error
         self._rotary_tables: list[torch.Tensor] = []
+        self.max_model_len = 0  # known once memory is allocated
 
     @property
     def num_weight_bytes(self) -> int:
@@ -99,6 +100,7 @@ class Decoder(nn.Module):
         `max_model_len`.
         """
         self.to_empty(device="cpu")
+        self.max_model_len = max_model_len
         self._rotary_tables = [rotary_table(f, max_model_len) for f in self._frequencies]
 
     def weight_slots(self) -> dict[str, WeightSlot]:

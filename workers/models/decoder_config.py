@@ -77,7 +77,7 @@ def llama_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def activation_name(hf_config: Mapping[str, Any], field: str) -> str:
-    """The activation function named by `field`; `ModelFileError` if there is no such function here."""
+    """The activation function that `field` names; `ModelFileError` if it is not known here."""
     name = hf_config[field]
     if name not in ACTIVATIONS:
         raise ModelFileError(

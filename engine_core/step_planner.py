@@ -1,0 +1,241 @@
+"""Planning one step: which choices get how many of its tokens, and who gives up blocks for them.
+
+Running choices first, in order of rank, then waiting ones by policy. The planner owns both lists;
+until the scheduler hands a plan out, nothing but block tables changes.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from headrace.configs.config import SchedulerConfig
+from headrace.engine_core.forks import Forks
+from headrace.engine_core.kv_cache_manager import KVCacheManager, PrefixHit
+from headrace.engine_core.request import Choice, ChoiceBlocks, Status, WaitsFor
+from headrace.engine_core.request_queue import RequestQueue
+
+PREFILL_SHARE = 4  # while others want tokens too, one prefill gets at most 1/4 of a step's budget
+MAX_MISFITS = 8  # waiting choices that do not fit which one step looks at before it gives up
+
+_rank = attrgetter("rank")
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The step being made."""
+
+    budget: int  # tokens left
+    contended: bool  # several choices want more than one token
+    counts: dict[Choice, int] = field(default_factory=dict)  # tokens per choice
+    owed_blocks: int = 0  # blocks that prefills in progress will still take
+    num_admitted: int = 0
+
+
+class StepPlanner:
+    """Decides who runs, who waits and who is preempted. Costs O(running + scheduled), never
+    O(waiting).
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, forks: Forks) -> None:
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # tokens looked up
+        self.prefix_cache_hits = 0  # tokens found
+        self._config = config
+        self._kv = kv
+        self._forks = forks
+        self._queue = RequestQueue(config.policy)
+        self._running: list[Choice] = []  # by rank, most important first
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def enqueue(self, choice: Choice) -> None:
+        """Let a waiting choice run when its turn comes."""
+        self._queue.push(choice)
+
+    def remove(self, choice: Choice) -> None:
+        """Forget a choice that ends, wherever it is."""
+        if choice.status is Status.RUNNING:
+            self._remove_running(choice)
+        else:
+            self._queue.remove(choice)
+
+    def plan(self) -> StepPlan:
+        """Decide about the next step; its `counts` are empty if nothing can run now."""
+        num_prefills = sum(
+            1
+            for choice in self._running
+            if len(choice.token_ids) + choice.num_pending - choice.num_computed_tokens > 1
+        )
+        plan = StepPlan(
+            budget=self._config.max_num_batched_tokens,
+            contended=num_prefills + len(self._queue) > 1,
+        )
+        self._plan_running(plan)
+        self._plan_waiting(plan)
+        if plan.contended and not plan.num_admitted:
+            self._plan_leftover(plan)
+        return plan
+
+    def _plan_running(self, plan: StepPlan) -> None:
+        position = 0
+        while position < len(self._running) and plan.budget > 0:
+            choice = self._running[position]
+            position += 1
+            num_new = self._wanted(choice, plan, reserve=len(self._running) - position)
+            if num_new == 0:
+                continue
+            if not self._make_room(choice, choice.num_computed_tokens + num_new, plan):
+                return
+            plan.counts[choice] = num_new
+            plan.budget -= num_new
+            if choice.num_computed_tokens + num_new < choice.num_tokens:
+                plan.owed_blocks += self._kv.owed_blocks(choice)
+
+    def _wanted(self, choice: Choice, plan: StepPlan, reserve: int) -> int:
+        """Tokens for one choice, leaving `reserve` for those after it if possible; 0 if its last
+        token is pending.
+        """
+        num_tokens = len(choice.token_ids) + choice.num_pending
+        if num_tokens >= choice.max_total_tokens:
+            return 0
+        num_new = num_tokens - choice.num_computed_tokens
+        if num_new == 1:
+            return 1
+        limit = max(1, plan.budget - reserve)
+        if plan.contended:
+            limit = min(limit, max(1, self._config.max_num_batched_tokens // PREFILL_SHARE))
+        return min(num_new, limit)
+
+    def _make_room(self, choice: Choice, num_tokens: int, plan: StepPlan) -> bool:
+        """Get blocks for a running choice: from the pool, else from waiting fork children, else by
+        preempting the last ranked. False if that was the choice itself.
+        """
+        while not self._kv.allocate(choice, num_tokens):
+            if self._forks.release_last():
+                continue
+            victim = self._running[-1]
+            self._preempt(victim, plan)
+            if victim is choice:
+                return False
+        return True
+
+    def _plan_waiting(self, plan: StepPlan) -> None:
+        """Admit waiting choices in order. One that does not fit may be overtaken `max_bypasses`
+        times; then nothing behind it is admitted until it fits.
+        """
+        misfits: list[Choice] = []
+        while plan.budget > 0 and len(misfits) < MAX_MISFITS:
+            choice = self._queue.peek()
+            if choice is None or not (self._has_slot() or self._victims(choice)):
+                break
+            self._queue.remove(choice)
+            if self._admit(choice, plan):
+                for misfit in misfits:
+                    misfit.num_bypasses += 1
+            else:
+                misfits.append(choice)
+            if any(misfit.num_bypasses >= self._config.max_bypasses for misfit in misfits):
+                break
+        for misfit in misfits:
+            self._queue.push(misfit)
+
+    def _has_slot(self) -> bool:
+        return len(self._running) < self._config.max_num_seqs
+
+    def _victims(self, choice: Choice) -> list[Choice]:
+        """Running choices that a waiting one may preempt, last ranked first; empty with fcfs."""
+        victims: list[Choice] = []
+        if self._config.policy == "priority":
+            for victim in reversed(self._running):
+                if victim.rank < choice.rank or victim.request.priority <= choice.request.priority:
+                    break
+                victims.append(victim)
+        return victims
+
+    def _admit(self, choice: Choice, plan: StepPlan) -> bool:
+        """Start a waiting choice if all its known tokens fit beside what runs."""
+        held = self._clear_the_way(choice, plan)
+        if held is None:
+            return False
+        if isinstance(held, PrefixHit):
+            choice.num_computed_tokens = self._kv.attach(choice, held)
+            self.prefix_cache_queries += choice.num_tokens
+            self.prefix_cache_hits += choice.num_computed_tokens
+            if not choice.known_to_worker:
+                choice.num_cached_tokens = min(
+                    choice.num_computed_tokens, choice.request.num_prompt_tokens
+                )
+        self._forks.admitted(choice)
+        num_new = self._wanted(choice, plan, reserve=0)
+        if not self._kv.allocate(choice, choice.num_computed_tokens + num_new):
+            self._kv.free(choice)
+            choice.num_computed_tokens = 0
+            return False
+        choice.status = Status.RUNNING
+        insort(self._running, choice, key=_rank)
+        plan.counts[choice] = num_new
+        plan.budget -= num_new
+        plan.num_admitted += 1
+        if choice.num_computed_tokens + num_new < choice.num_tokens:
+            plan.owed_blocks += self._kv.owed_blocks(choice)
+        return True
+
+    def _clear_the_way(self, choice: Choice, plan: StepPlan) -> ChoiceBlocks | PrefixHit | None:
+        """Free the blocks and the place that a waiting choice needs, as far as its rank allows.
+
+        Returns what it starts from; None if it has to go on waiting.
+        """
+        victims = self._victims(choice)
+        while True:
+            held = choice.blocks or self._kv.find_hit(choice)
+            shortage = self._shortage(choice, held, plan)
+            if shortage <= 0 and self._has_slot():
+                return held
+            if shortage > 0 and self._forks.release_last(after=choice.rank):
+                continue
+            if victims and shortage <= sum(map(self._kv.num_held_blocks, victims)):
+                self._preempt(victims.pop(0), plan)
+                continue
+            # When nothing runs, only blocks of fork children, its own included, can be in the way.
+            if self._running or shortage <= 0 or not self._forks.release_last():
+                return None
+
+    def _shortage(self, choice: Choice, held: ChoiceBlocks | PrefixHit, plan: StepPlan) -> int:
+        """Blocks lacking to admit a choice. While others run, some are kept for what they need."""
+        need = self._kv.admission_cost(choice, held)
+        if self._running:
+            need += plan.owed_blocks + max(1, self._kv.num_usable_blocks // 100)
+        return need - self._kv.num_free_blocks
+
+    def _plan_leftover(self, plan: StepPlan) -> None:
+        """Nobody else could use what is left of the budget: give it to prefills after all."""
+        for choice, count in plan.counts.items():
+            num_more = min(choice.num_tokens - choice.num_computed_tokens - count, plan.budget)
+            if num_more > 0 and self._kv.allocate(
+                choice, choice.num_computed_tokens + count + num_more
+            ):
+                plan.counts[choice] = count + num_more
+                plan.budget -= num_more
+
+    def _preempt(self, choice: Choice, plan: StepPlan) -> None:
+        """Take a running choice's blocks; it starts again from its tokens, once those in flight are
+        known.
+        """
+        self._remove_running(choice)
+        plan.budget += plan.counts.pop(choice, 0)
+        self._kv.free(choice)
+        choice.status = Status.WAITING
+        choice.num_computed_tokens = 0
+        choice.num_preemptions += 1
+        self.num_preemptions += 1
+        for child in self._forks.orphan(choice):
+            self._queue.push(child)
+        if choice.num_in_flight:
+            choice.waits_for = WaitsFor.RESULTS
+        else:
+            self._queue.push(choice)
+
+    def _remove_running(self, choice: Choice) -> None:
+        del self._running[bisect_left(self._running, choice.rank, key=_rank)]

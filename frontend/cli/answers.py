@@ -1,0 +1,180 @@
+"""Where `chat` and `complete` get their text: a running server, or an engine of their own."""
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import logging
+import os
+import urllib.parse
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import Any, Protocol
+
+from headrace.configs.engine_args import AsyncEngineArgs
+from headrace.configs.errors import ConfigurationError, RequestFailedError
+from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.cli.serve import add_model_argument, engine_args_of, log_to_stderr
+from headrace.frontend.sampling_defaults import applied_defaults
+
+CONNECT_TIMEOUT_S = 30.0
+Message = dict[str, str]
+
+
+class TextSource(Protocol):
+    """A model that answers in pieces of text, as they come."""
+
+    def chat(self, messages: list[Message]) -> Generator[str, None, None]: ...
+    def complete(self, prompt: str, max_tokens: int | None) -> Generator[str, None, None]: ...
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose between a server and an engine of our own."""
+    add_model_argument(parser)
+    client = parser.add_argument_group("server")
+    client.add_argument("--url", default=None, help="a running server, as http://HOST:PORT/v1")
+    client.add_argument("--model-name", default=None, help="model to ask for (default: the first)")
+    client.add_argument(
+        "--api-key", default=None, help="key for the server (default: the variable OPENAI_API_KEY)"
+    )
+    AsyncEngineArgs.add_cli_args(parser)
+
+
+@contextlib.contextmanager
+def open_source(args: argparse.Namespace) -> Iterator[TextSource]:
+    """The source that `args` choose; an engine of our own ends with the block."""
+    if args.url is not None:
+        key = args.api_key or os.environ.get("OPENAI_API_KEY") or "EMPTY"
+        yield RemoteModel(args.url, key, args.model_name)
+        return
+    log_to_stderr(logging.WARNING)
+    with LocalModel(engine_args_of(args)) as model:
+        yield model
+
+
+class RemoteModel:
+    """A model behind an OpenAI-compatible server."""
+
+    def __init__(self, url: str, api_key: str, model_name: str | None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigurationError(f"--url must look like http://HOST:PORT/v1, got {url}")
+        self._parts = parts
+        self._headers = {
+            "Authorization": f"Bearer {api_key}",
+            "Content-Type": "application/json",
+        }
+        self._model_name = model_name or self._first_model()
+
+    def chat(self, messages: list[Message]) -> Generator[str, None, None]:
+        body = {"messages": messages}
+        for choice in self._stream("/chat/completions", body):
+            yield choice["delta"].get("content") or ""
+
+    def complete(self, prompt: str, max_tokens: int | None) -> Generator[str, None, None]:
+        body = {"prompt": prompt, "max_tokens": max_tokens}
+        for choice in self._stream("/completions", body):
+            yield choice["text"]
+
+    def _first_model(self) -> str:
+        with self._open("GET", "/models", None) as response:
+            return str(json.loads(response.read())["data"][0]["id"])
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The choices in the events of a stream."""
+        body = {"model": self._model_name, "stream": True, **body}
+        with self._open("POST", path, json.dumps(body).encode()) as response:
+            for line in response:
+                data = line.strip().removeprefix(b"data: ")
+                if not line.startswith(b"data: ") or data == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RequestFailedError(str(event["error"]["message"]))
+                yield from event["choices"]
+
+    @contextlib.contextmanager
+    def _open(
+        self, method: str, path: str, body: bytes | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        parts = self._parts
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        connection = kind(parts.hostname or "", parts.port, timeout=CONNECT_TIMEOUT_S)
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)  # a long prompt may take its time
+            connection.request(method, parts.path.rstrip("/") + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RequestFailedError(_refusal(response))
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailedError(
+                f"cannot talk to {parts.scheme}://{parts.netloc}: {error or type(error).__name__}; "
+                "is the server running there?"
+            ) from error
+        finally:
+            connection.close()
+
+
+class LocalModel:
+    """An engine of our own, driven one answer at a time."""
+
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self._args = args
+        self._runner = asyncio.Runner()
+        self._engine: Any = None
+
+    def __enter__(self) -> "LocalModel":
+        from headrace.frontend.async_engine import AsyncEngine
+
+        engine = AsyncEngine(self._args)
+        try:
+            self._runner.run(engine.start())
+        except BaseException:
+            self._runner.close()
+            raise
+        self._engine = engine
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._runner.run(self._engine.stop())
+        finally:
+            self._runner.close()
+
+    def chat(self, messages: list[Message]) -> Generator[str, None, None]:
+        return self._pieces(self._engine.renderer.render_chat(messages), None)
+
+    def complete(self, prompt: str, max_tokens: int | None) -> Generator[str, None, None]:
+        return self._pieces(self._engine.renderer.render_completion(prompt), max_tokens)
+
+    def _pieces(self, rendering: Any, max_tokens: int | None) -> Generator[str, None, None]:
+        params = SamplingParams(
+            **applied_defaults(self._engine.model_config.default_sampling_params),
+            max_tokens=max_tokens,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = self._runner.run(rendering)
+        outputs = self._engine.generate(prompt, params, "cli")
+        try:
+            while (output := self._runner.run(_next(outputs))) is not None:
+                yield "".join(choice.text for choice in output.outputs)
+        finally:
+            self._runner.run(outputs.aclose())
+
+
+async def _next(outputs: AsyncIterator[Any]) -> Any:
+    return await anext(outputs, None)
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    """What a server said when it refused."""
+    try:
+        error = json.loads(response.read())["error"]
+    except (ValueError, KeyError, TypeError):
+        error = response.reason
+    message = error["message"] if isinstance(error, dict) else error
+    return f"the server answered {response.status}: {message}"

@@ -1,0 +1,115 @@
+"""The server process: socket first, engine in the background, signals, an honest exit code."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from headrace.frontend.http.app import create_app
+from headrace.frontend.http.engine import ServingEngine
+from headrace.frontend.http.listener import ServerOptions, url_of
+from headrace.frontend.http.server_state import ServerState
+from headrace.frontend.sampling_defaults import unapplied_defaults
+
+logger = logging.getLogger(__name__)
+
+GRACEFUL_SHUTDOWN_S = 2  # open responses get their last event in this time
+KEEP_ALIVE_S = 5
+
+
+def serve(engine: ServingEngine, options: ServerOptions, listener: socket.socket) -> int:
+    """Start `engine` and answer on `listener` until SIGINT or SIGTERM; returns the exit code, 0.
+
+    Raises the HeadraceError that ended the engine, or kept it from starting. Everything that was
+    started has ended then.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Server(engine, options, listener).run())
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: the signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+class _Server:
+    def __init__(
+        self, engine: ServingEngine, options: ServerOptions, listener: socket.socket
+    ) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._url = url_of(listener)
+        self._state = ServerState(engine)
+        self._http = _HttpServer(
+            uvicorn.Config(
+                create_app(self._state, options.api_keys),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+            )
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number.name)
+        logger.info("listening on %s; the model is loading", self._url)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        stopping = asyncio.create_task(self._state.stopping.wait())
+        engine = asyncio.create_task(self._run_engine())
+        try:
+            await asyncio.wait({http, stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
+            failure = _failure(engine) or _failure(http)
+        finally:
+            await self._shut_down(http, stopping, engine)
+        if failure is not None:
+            raise failure
+        return 0
+
+    async def _run_engine(self) -> None:
+        """Start the engine and wait until it dies; always ends with an exception."""
+        await self._engine.start()
+        config = self._engine.model_config
+        if config.default_sampling_params:
+            logger.info("sampling defaults of the model: %s", config.default_sampling_params)
+        unapplied = unapplied_defaults(config.default_sampling_params)
+        if unapplied:
+            logger.warning("sampling defaults that are not applied yet: %s", unapplied)
+        logger.info("ready: %s on %s", config.served_model_name, self._url)
+        raise await self._engine.wait_dead()
+
+    def _stop(self, signal_name: str) -> None:
+        if self._state.stopping.is_set():
+            self._http.force_exit = True
+            return
+        num_cut = self._engine.num_requests
+        logger.info("%s: shutting down; %d running requests are aborted", signal_name, num_cut)
+        self._state.stopping.set()
+
+    async def _shut_down(
+        self, http: "asyncio.Task[None]", *waiting: "asyncio.Task[object]"
+    ) -> None:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        self._state.stopping.set()
+        self._http.should_exit = True
+        await asyncio.gather(http, return_exceptions=True)
+        await self._engine.stop()
+
+
+def _failure(task: "asyncio.Task[None]") -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None

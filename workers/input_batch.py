@@ -1,0 +1,217 @@
+"""The worker's persistent request table, and the flat token batch that a step makes of it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.configs.sampling_params import SamplingParams
+from headrace.kernels.attention import (
+    AttentionMetadata,
+    AttentionPlanner,
+    SequenceSlots,
+    block_slots,
+)
+from headrace.workers.protocol import CachedRequestData, ChoiceId, NewRequestData
+from headrace.workers.sampler import SamplingRow
+
+
+class GrowingArray:
+    """An int64 array that can be appended to; capacity doubles."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._data = values.astype(np.int64)  # a copy
+        self._size = len(values)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def view(self) -> np.ndarray:
+        """The values; valid until the next `extend`."""
+        return self._data[: self._size]
+
+    def extend(self, values: np.ndarray | Sequence[int]) -> None:
+        size = self._size + len(values)
+        if size > len(self._data):
+            grown = np.empty(max(size, 2 * len(self._data)), dtype=np.int64)
+            grown[: self._size] = self.view()
+            self._data = grown
+        self._data[self._size : size] = values
+        self._size = size
+
+
+@dataclass
+class ChoiceState:
+    """What the worker knows of one choice until it is finished.
+
+    `slots`: per KV group, where in the cache each position of its block table lies. `num_scheduled`
+    is what the current step computes, from `num_computed_tokens` on.
+    """
+
+    choice_id: ChoiceId
+    params: SamplingParams
+    num_prompt_tokens: int
+    tokens: GrowingArray
+    slots: list[GrowingArray]
+    num_computed_tokens: int
+    num_scheduled: int = 0
+
+    @property
+    def context_end(self) -> int:
+        """Tokens in the cache after the current step."""
+        return self.num_computed_tokens + self.num_scheduled
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the current step reaches the last token, so that the next one is sampled."""
+        return self.context_end == len(self.tokens)
+
+
+class RequestTable:
+    """Every choice the worker was told about and that is not finished, preempted ones included."""
+
+    def __init__(
+        self,
+        block_size: int,
+        num_groups: int,
+        num_blocks: int,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._choices: dict[ChoiceId, ChoiceState] = {}
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def forget(self, choice_ids: Iterable[ChoiceId]) -> None:
+        for choice_id in choice_ids:
+            self._choices.pop(choice_id, None)
+
+    def apply(self, change: NewRequestData | CachedRequestData) -> ChoiceState:
+        """Take in a new choice, or what changed of a known one.
+
+        Raises ValueError for token ids, counts or blocks that cannot be, and for an unknown choice.
+        """
+        return self._add(change) if isinstance(change, NewRequestData) else self._update(change)
+
+    def schedule(self, state: ChoiceState, num_tokens: int) -> None:
+        """Let the next step compute `num_tokens`. Raises ValueError if tokens or blocks do not
+        reach that far.
+        """
+        state.num_scheduled = num_tokens
+        start, end = state.num_computed_tokens, state.context_end
+        if not 0 <= start < end <= len(state.tokens):
+            raise ValueError(f"tokens {start} to {end} of {len(state.tokens)} cannot be computed")
+        if end > self.max_model_len:
+            raise ValueError(f"{end} tokens exceed max_model_len {self.max_model_len}")
+        for group, slots in enumerate(state.slots):
+            if len(slots) < end:
+                raise ValueError(
+                    f"the block table of KV group {group} holds {len(slots)} of {end} tokens"
+                )
+            # A slot below 2 * block_size lies in the null block, which must stay zero.
+            if slots.view()[start:end].min() < 2 * self.block_size:
+                raise ValueError(f"KV group {group} has no block for a token to be computed")
+
+    def _add(self, new: NewRequestData) -> ChoiceState:
+        tokens = np.asarray(new.token_ids, dtype=np.int64)
+        if len(tokens) == 0 or not 0 < new.num_prompt_tokens <= len(tokens):
+            raise ValueError(
+                f"{len(tokens)} tokens with a prompt of {new.num_prompt_tokens} cannot be run"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise ValueError(f"a token id is not in 0 ... {self.vocab_size - 1}")
+        state = ChoiceState(
+            choice_id=new.choice_id,
+            params=new.sampling_params,
+            num_prompt_tokens=new.num_prompt_tokens,
+            tokens=GrowingArray(tokens),
+            slots=[GrowingArray(slots) for slots in self._slots(new.block_ids)],
+            num_computed_tokens=new.num_computed_tokens,
+        )
+        self._choices[new.choice_id] = state
+        return state
+
+    def _update(self, cached: CachedRequestData) -> ChoiceState:
+        state = self._choices.get(cached.choice_id)
+        if state is None:
+            raise ValueError("the worker does not know this choice")
+        new_slots = self._slots(cached.new_block_ids)
+        if cached.resumed:
+            state.slots = [GrowingArray(slots) for slots in new_slots]
+        else:
+            for slots, more in zip(state.slots, new_slots, strict=True):
+                if len(more):
+                    slots.extend(more)
+        state.num_computed_tokens = cached.num_computed_tokens
+        return state
+
+    def _slots(self, block_ids: list[list[int]]) -> list[np.ndarray]:
+        if len(block_ids) != self.num_groups:
+            raise ValueError(f"block ids for {len(block_ids)} of {self.num_groups} KV groups")
+        for ids in block_ids:
+            if ids and (min(ids) < 0 or max(ids) >= self.num_blocks):
+                raise ValueError(f"a block id is not in 0 ... {self.num_blocks - 1}")
+        return [block_slots(ids, self.block_size) for ids in block_ids]
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """One step's flat token batch: decode rows first, by falling context length, then longer
+    chunks.
+
+    `sampled` are the choices that get a token, `sampled_rows` their last rows in the batch.
+    """
+
+    token_ids: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64, for the rotary embedding
+    attention: tuple[AttentionMetadata, ...]  # one per KV group
+    sampled: list[ChoiceState]
+    sampled_rows: torch.Tensor  # [len(sampled)] int64
+
+
+def make_input_batch(
+    states: Sequence[ChoiceState], planners: Sequence[AttentionPlanner]
+) -> InputBatch:
+    """The batch of the scheduled `states`, at least one; `planners`: one per KV group."""
+    ordered = sorted(states, key=lambda s: (s.num_scheduled > 1, -s.context_end))
+    token_ids = np.concatenate(
+        [s.tokens.view()[s.num_computed_tokens : s.context_end] for s in ordered]
+    )
+    counts = np.array([s.num_scheduled for s in ordered], dtype=np.int64)
+    ends = np.cumsum(counts)
+    firsts = np.array([s.num_computed_tokens for s in ordered], dtype=np.int64)
+    positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
+    attention = tuple(
+        planner.plan([_sequence_slots(state, group) for state in ordered])
+        for group, planner in enumerate(planners)
+    )
+    is_sampled = [i for i, s in enumerate(ordered) if s.is_sampled]
+    return InputBatch(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        attention=attention,
+        sampled=[ordered[i] for i in is_sampled],
+        sampled_rows=torch.from_numpy(ends[is_sampled] - 1),
+    )
+
+
+def _sequence_slots(state: ChoiceState, group: int) -> SequenceSlots:
+    slots = state.slots[group].view()
+    return SequenceSlots(slots[: state.context_end], state.num_scheduled)
+
+
+def sampling_row(state: ChoiceState) -> SamplingRow:
+    """What the sampler needs to know of the row that samples this choice's next token."""
+    return SamplingRow(
+        params=state.params,
+        choice_index=state.choice_id.index,
+        output_index=len(state.tokens) - state.num_prompt_tokens,
+        num_logprobs=state.params.logprobs,
+    )

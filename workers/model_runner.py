@@ -1,0 +1,116 @@
+"""Runs one step: applies what changed, runs the model over the flat token batch, samples."""
+
+import torch
+
+from headrace.configs.errors import HeadraceError, RequestFailedError
+from headrace.kernels.attention import AttentionPlanner
+from headrace.workers.input_batch import (
+    ChoiceState,
+    RequestTable,
+    make_input_batch,
+    sampling_row,
+)
+from headrace.workers.kv_cache import KVCache
+from headrace.workers.models import Decoder
+from headrace.workers.protocol import (
+    ChoiceId,
+    ModelRunnerOutput,
+    RequestFault,
+    SampledTokens,
+    SchedulerOutput,
+)
+from headrace.workers.sampler import SampledRow, Sampler
+
+
+class ModelRunner:
+    """Owns the request table and drives the model. Two fences keep a fault with its choice: one
+    around the preparation of each choice, one around the sampling of each row. A failure of the
+    forward pass itself concerns the whole batch and is raised.
+    """
+
+    def __init__(self, model: Decoder, kv_cache: KVCache) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.sampler = Sampler()
+        spec = kv_cache.spec
+        self.table = RequestTable(
+            block_size=spec.block_size,
+            num_groups=len(spec.groups),
+            num_blocks=kv_cache.num_blocks,
+            vocab_size=model.config.vocab_size,
+            max_model_len=model.max_model_len,
+        )
+        self._planners = [
+            AttentionPlanner(
+                spec.block_size, spec.num_kv_heads, spec.head_dim, model.dtype, group.window
+            )
+            for group in spec.groups
+        ]
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and append the sampled tokens to the table.
+
+        A choice in `failed` got no token; its state stays until the scheduler says that it is
+        finished.
+        """
+        self.table.forget(step.finished)
+        if step.blocks_to_zero:
+            self.kv_cache.zero_blocks(step.blocks_to_zero)
+        if step.block_copies:
+            self.kv_cache.copy_blocks(step.block_copies)
+        output = ModelRunnerOutput(step.step, {}, {})
+        states = self._prepare(step, output.failed)
+        if states:
+            self._run(states, output)
+        return output
+
+    def _prepare(
+        self, step: SchedulerOutput, failed: dict[ChoiceId, RequestFault]
+    ) -> list[ChoiceState]:
+        states = []
+        for change in (*step.new_requests, *step.cached_requests):
+            choice_id = change.choice_id
+            try:
+                known = self.table.apply(change)
+                self.table.schedule(known, step.num_scheduled_tokens[choice_id])
+            except Exception as error:
+                failed[choice_id] = _fault(error)
+            else:
+                states.append(known)
+        return states
+
+    def _run(self, states: list[ChoiceState], output: ModelRunnerOutput) -> None:
+        batch = make_input_batch(states, self._planners)
+        embedded = self.model.embed(batch.token_ids)
+        residual = self.model(embedded, batch.positions, self.kv_cache, batch.attention)
+        if not batch.sampled:
+            return
+        logits = self.model.compute_logits(residual[batch.sampled_rows])
+        for state, row in zip(batch.sampled, self._sample(logits, batch.sampled), strict=True):
+            if row.fault is not None:
+                output.failed[state.choice_id] = row.fault
+                continue
+            state.tokens.extend((row.token_id,))
+            logprobs = None if row.logprobs is None else [row.logprobs]
+            output.sampled[state.choice_id] = SampledTokens([row.token_id], logprobs)
+
+    def _sample(self, logits: torch.Tensor, states: list[ChoiceState]) -> list[SampledRow]:
+        try:
+            return self.sampler.sample(logits, [sampling_row(state) for state in states])
+        except Exception:
+            # One row's fault must not end the others: find it by sampling them one by one.
+            return [self._sample_alone(logits[i], state) for i, state in enumerate(states)]
+
+    def _sample_alone(self, logits: torch.Tensor, state: ChoiceState) -> SampledRow:
+        try:
+            return self.sampler.sample(logits[None], [sampling_row(state)])[0]
+        except Exception as error:
+            return SampledRow(-1, fault=_fault(error))
+
+
+def _fault(error: Exception) -> RequestFault:
+    """The fault of one choice; messages of errors that are not ours carry their type, too."""
+    if isinstance(error, HeadraceError):
+        return RequestFault(error.code, str(error))
+    return RequestFault(RequestFailedError.code, f"{type(error).__name__}: {error}")

@@ -1,0 +1,174 @@
+"""A worker on the CPU: device set-up, weights, KV cache, warm-up, steps."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from headrace.configs.config import EngineConfig
+from headrace.configs.hardware import CpuFacts, cpu_facts
+from headrace.configs.sampling_params import SamplingParams
+from headrace.workers.kv_cache import KVCache, make_kv_cache_spec
+from headrace.workers.memory_budget import MemoryBudget, plan_memory
+from headrace.workers.model_runner import ModelRunner
+from headrace.workers.models import Decoder, build_model, load_weights
+from headrace.workers.protocol import (
+    CachedRequestData,
+    ChoiceId,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    WorkerInfo,
+)
+from headrace.workers.weight_loader import iter_weights
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_WARM_UP_TOKENS = 64
+_MAX_TOUCH_WAIT_S = 2.0  # what is left then goes on in the background
+
+
+class Worker:
+    """Runs a model on this machine's CPUs. Calls come in the order of the methods below, from one
+    thread.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._phases: dict[str, float] = {}
+        self._facts: CpuFacts | None = None
+        self._model: Decoder | None = None
+        self._kv_cache: KVCache | None = None
+        self._budget: MemoryBudget | None = None
+        self._runner: ModelRunner | None = None
+
+    def init_device(self) -> None:
+        """Threads from what this process may use; denormals flushed to zero in all of them.
+
+        Threads of the pool take the flag over from the thread that starts them, so it is set before
+        any computation.
+        """
+        self._facts = cpu_facts()
+        torch.set_flush_denormal(True)
+        torch.set_num_threads(self._facts.num_threads)
+        logger.info("%s", self._facts.describe())
+
+    def load_model(self, progress: Callable[[str], None]) -> None:
+        """Size everything, allocate it, and copy the weights; pages of the KV cache are touched
+        meanwhile.
+
+        Raises `InsufficientMemoryError` before anything is allocated, `ModelFileError` for a bad
+        file.
+        """
+        model_config = self.config.model_config
+        dtype = _DTYPES[model_config.dtype]
+        with self._timed("size memory"):
+            model = build_model(
+                model_config.architecture, model_config.hf_config, dtype, model_config.path
+            )
+            attention = model.config.attention
+            spec = make_kv_cache_spec(
+                model.windows,
+                self.config.cache_config.block_size,
+                attention.num_kv_heads,
+                attention.head_dim,
+                dtype,
+            )
+            available = (self._facts or cpu_facts()).memory_available
+            self._budget = plan_memory(
+                self.config, model.config, spec, model.num_weight_bytes, available
+            )
+            model.allocate(model_config.max_model_len)
+            self._kv_cache = KVCache(spec, self._budget.num_blocks, dtype)
+            self._kv_cache.start_touching()
+        with self._timed("load weights"), torch.inference_mode():
+            load_weights(
+                model,
+                iter_weights(model_config.path, model_config.hf_config, dtype),
+                model_config.path,
+            )
+        self._model = model
+
+    def init_kv_cache(self) -> WorkerInfo:
+        """Join model and cache to a runner and report. `phases` gets the warm-up's seconds when
+        that is done.
+        """
+        if self._model is None or self._kv_cache is None or self._budget is None:
+            raise RuntimeError("load_model comes before init_kv_cache")
+        self._runner = ModelRunner(self._model, self._kv_cache)
+        with self._timed("touch KV cache"):
+            self._kv_cache.wait_until_touched(_MAX_TOUCH_WAIT_S)
+        return WorkerInfo(
+            kv_cache_spec=self._kv_cache.spec,
+            num_blocks=self._kv_cache.num_blocks,
+            contract_id=f"torch-{torch.__version__}-{self.config.model_config.dtype}-reference",
+            phases=self._phases,
+            memory=self._budget.lines(),
+            num_threads=torch.get_num_threads(),
+        )
+
+    def warm_up(self) -> None:
+        """Run prefill, decode and every kind of sampling once, so that the first request is not
+        slower than others.
+
+        Uses blocks of the empty cache and leaves them zeroed.
+        """
+        with self._timed("warm up"):
+            for index, params in enumerate(_warm_up_params()):
+                for step in self._warm_up_steps(index, params):
+                    for fault in self.execute_model(step).failed.values():
+                        logger.warning("warm-up: %s", fault.message)
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step. An exception here concerns the whole batch; single faults are in the
+        output.
+        """
+        if self._runner is None:
+            raise RuntimeError("init_kv_cache comes before execute_model")
+        return self._runner.execute(step)
+
+    def _warm_up_steps(self, index: int, params: SamplingParams) -> Iterator[SchedulerOutput]:
+        """A prompt, two decode steps, and the end."""
+        assert self._kv_cache is not None
+        spec, config = self._kv_cache.spec, self.config
+        num_groups = len(spec.groups)
+        blocks_per_group = (self._kv_cache.num_blocks - 1) // num_groups
+        num_tokens = min(
+            _WARM_UP_TOKENS,
+            config.scheduler_config.max_num_batched_tokens,
+            config.model_config.max_model_len - 2,
+            blocks_per_group * spec.block_size - 2,
+        )
+        if num_tokens < 1:
+            return
+        per_group = -(-(num_tokens + 2) // spec.block_size)
+        ids = range(1, 1 + num_groups * per_group)
+        tables = [list(ids[group::num_groups]) for group in range(num_groups)]
+        choice = ChoiceId("warm-up", index)
+        token_ids = [token % config.model_config.vocab_size for token in range(num_tokens)]
+        new = NewRequestData(choice, token_ids, num_tokens, params, tables, 0)
+        yield SchedulerOutput(0, [new], [], {choice: num_tokens}, [])
+        for computed in (num_tokens, num_tokens + 1):
+            cached = CachedRequestData(choice, [[] for _ in tables], computed)
+            yield SchedulerOutput(0, [], [cached], {choice: 1}, [])
+        yield SchedulerOutput(0, [], [], {}, [choice], blocks_to_zero=list(ids))
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phases[phase] = time.perf_counter() - start
+
+
+def _warm_up_params() -> tuple[SamplingParams, ...]:
+    return (
+        SamplingParams(temperature=0.0, max_tokens=None, logprobs=2),
+        SamplingParams(max_tokens=None, seed=0, top_k=20, top_p=0.9, min_p=0.01, logprobs=0),
+    )
