@@ -180,7 +180,7 @@ class EngineArgs:
             served_model_names=tuple(cast(list[str], names)),
             architecture=info.architecture,
             hf_config=info.hf_config,
-            dtype=cast(DType, dtype),
+            dtype=dtype,
             max_model_len=self.max_model_len or info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_id=info.eos_token_id,

@@ -33,7 +33,7 @@ class SamplingType(IntEnum):
     RANDOM_SEED = 2
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=False):  # type: ignore[call-arg]
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=False):
     """How to sample one request. Raises ValueError (TypeError for a `top_k` of another type) on a
     bad value.
 

@@ -289,6 +289,6 @@ def _death(process: EngineCoreProcess) -> str:
     while process.exit_code is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return (
-        f"the engine core (pid {process.pid}) is gone: {process.describe_exit()}. Its log above says "
-        "why; start the engine again"
+        f"the engine core (pid {process.pid}) is gone: {process.describe_exit()}. Its log above "
+        "says why; start the engine again"
     )

@@ -63,7 +63,7 @@ class UtilityCall(msgspec.Struct, tag="call", array_like=True):
 
     call_id: int
     method: str
-    args: list = []  # type: ignore[type-arg]
+    args: list[object] = []
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):

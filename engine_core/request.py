@@ -5,7 +5,6 @@ A choice is the unit of scheduling. `num_computed_tokens` chases `num_tokens`; c
 prefix hits, decoding, replay and resumption after preemption are all that one pursuit.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -14,9 +13,8 @@ from headrace.configs.sampling_params import SamplingParams
 from headrace.workers.protocol import ChoiceId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Rank = tuple[
-    float, float, int, int
-]  # score, arrival, submission number, choice index; lower runs first
+# Score, arrival, submission number, choice index; lower runs first.
+Rank = tuple[float, float, int, int]
 
 
 class Status(Enum):
@@ -39,17 +37,14 @@ class WaitsFor(Enum):
 class ChoiceBlocks:
     """KV blocks of one choice; only the KV-cache manager looks inside.
 
-    All groups' tables have the same length; entry i covers tokens [i * block_size, (i + 1) *
-    block_size).
+    All groups' tables have the same length; entry i covers `block_size` tokens from i * block_size.
     """
 
     tables: list[list[int]]  # per KV group; block 0 where a window has moved past
     first_live: list[int]  # per KV group: entries before this one are block 0
     num_sent: int = 0  # entries the worker knows
     num_committed: int = 0  # entries offered to the prefix cache
-    may_commit: bool = (
-        True  # False after a cache reset: what follows builds on values from before it
-    )
+    may_commit: bool = True  # False after a cache reset: what follows builds on older values
 
 
 @dataclass(eq=False, slots=True)
@@ -61,9 +56,7 @@ class Choice:
     rank: Rank
     token_ids: list[int]  # prompt, then the output tokens that are known
     max_total_tokens: int  # prompt and output, clamped to what window and pool hold
-    num_pending: int = (
-        0  # tokens that handed-out steps will sample: counted before their value is known
-    )
+    num_pending: int = 0  # tokens that handed-out steps will sample; values not known yet
     num_computed_tokens: int = 0  # KV written by the steps handed out so far
     num_in_flight: int = 0  # steps handed out and not answered
     num_preemptions: int = 0
@@ -73,9 +66,7 @@ class Choice:
     status: Status = Status.WAITING
     waits_for: WaitsFor = WaitsFor.NOTHING
     blocks: ChoiceBlocks | None = None
-    block_hashes: list[bytes] = field(
-        default_factory=list
-    )  # of its leading full blocks of known tokens
+    block_hashes: list[bytes] = field(default_factory=list)  # of leading full, known blocks
 
     @property
     def num_tokens(self) -> int:
@@ -113,15 +104,7 @@ class Request:
     eos_token_id: int | None
     stop_token_ids: frozenset[int]
     priority: int
-    hash_root: (
-        bytes  # parent of the first block's hash: everything but the tokens that KV depends on
-    )
+    hash_root: bytes  # parent of the first block's hash: all that KV depends on but the tokens
     reads_prefix_cache: bool
     choices: dict[int, Choice] = field(default_factory=dict)  # the live ones, by index
-    fork_children: dict[int, Choice] = field(
-        default_factory=dict
-    )  # waiting for the first to be prefilled
-
-    def live_choices(self) -> Iterator[Choice]:
-        """The live choices, last index first, over a copy, so that they may be ended on the way."""
-        return iter(sorted(self.choices.values(), key=lambda choice: -choice.id.index))
+    fork_children: dict[int, Choice] = field(default_factory=dict)  # waiting for the prefill

@@ -75,7 +75,7 @@ class Scheduler:
             block_size=kv_cache_spec.block_size,
         )
         model = config.model_config
-        self._model_identity = "\n".join((model.path, model.dtype, model.weight_version))
+        self._model_identity = repr((model.path, model.dtype, model.weight_version))
         self._forks = Forks(self._kv)
         self._planner = StepPlanner(self._config, self._kv, self._forks)
         self._requests: dict[str, Request] = {}
@@ -161,10 +161,12 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return []
-        ended = [
-            choice for choice in request.live_choices() if index is None or choice.id.index == index
+        live = list(reversed(request.choices.values()))  # fork children before their parent
+        return [
+            self._finish(choice, [], "abort")
+            for choice in live
+            if index is None or choice.id.index == index
         ]
-        return [self._finish(choice, [], "abort") for choice in ended]
 
     def fail_request(
         self, request_id: str, index: int, fault: RequestFault

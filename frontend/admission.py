@@ -16,7 +16,7 @@ from headrace.configs.errors import InvalidRequestError, UnsupportedFeatureError
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import ChoiceState, EngineCoreRequest, Ready
 
-_UNSUPPORTED = {  # field -> its neutral value
+_UNSUPPORTED: dict[str, object] = {  # field -> its neutral value
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -90,8 +90,8 @@ class Admission:
         if length >= self._pool_tokens:
             raise InvalidRequestError(
                 f"the prompt has {length} tokens and needs {length + 1} with one output token, but "
-                f"the KV cache holds {self._pool_tokens} (context length {self._model.max_model_len}); "
-                "shorten the prompt or start the server with a larger --kv-cache-memory",
+                f"the KV cache holds {self._pool_tokens} (context length "
+                f"{self._model.max_model_len}); shorten the prompt or start the server with a larger --kv-cache-memory",
                 "prompt",
             )
 

@@ -138,6 +138,7 @@ class AsyncEngine:
         self._receiver = asyncio.create_task(self._receive())
         self.state = "ready"
         self.report.finish(self._spawned, ready.phases, core_ready)
+        logger.info("end-of-text tokens: %s", self._describe_eos())
         logger.info("%s", memory_table(ready.memory))
         logger.info("%s", self.report.table())
 
@@ -146,6 +147,11 @@ class AsyncEngine:
         renderer = await asyncio.to_thread(Renderer.from_config, self.model_config)
         self.report.add_overlapped("tokenizer", began)
         return renderer
+
+    def _describe_eos(self) -> str:
+        ids = [self.model_config.eos_token_id, *self.model_config.extra_eos_token_ids]
+        names = {i: self.tokenizer.id_to_token(i) for i in ids if i is not None}
+        return ", ".join(f"{i} {name!r}" for i, name in names.items()) or "none"
 
     @property
     def tokenizer(self) -> Any:

@@ -116,7 +116,7 @@ def prompt_of(item: Any) -> str | list[int]:
     elif isinstance(item, Sequence):
         return list(item)
     raise InvalidRequestError(
-        "a prompt is a str, a list of token ids, {'prompt': str} or {'prompt_token_ids': [int]}, got "
-        f"{type(item).__name__}",
+        "a prompt is a str, a list of token ids, {'prompt': str} or {'prompt_token_ids': [int]}, "
+        f"got {type(item).__name__}",
         "prompt",
     )

@@ -13,8 +13,10 @@ from headrace.workers.input_batch import (
 from headrace.workers.kv_cache import KVCache
 from headrace.workers.models import Decoder
 from headrace.workers.protocol import (
+    CachedRequestData,
     ChoiceId,
     ModelRunnerOutput,
+    NewRequestData,
     RequestFault,
     SampledTokens,
     SchedulerOutput,
@@ -69,7 +71,10 @@ class ModelRunner:
         self, step: SchedulerOutput, failed: dict[ChoiceId, RequestFault]
     ) -> list[ChoiceState]:
         states = []
-        for change in (*step.new_requests, *step.cached_requests):
+        changes: list[NewRequestData | CachedRequestData] = []
+        changes += step.new_requests
+        changes += step.cached_requests
+        for change in changes:
             choice_id = change.choice_id
             try:
                 known = self.table.apply(change)

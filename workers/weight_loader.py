@@ -87,8 +87,7 @@ def _checked_names(
     if missing:
         raise ModelFileError(
             f"{directory}: {len(missing)} of {len(layout)} weights are missing, the first is "
-            f"{missing[0]}. "
-            "Download the model again"
+            f"{missing[0]}. Download the model again"
         )
     unknown = sorted(
         name
@@ -98,14 +97,13 @@ def _checked_names(
     if unknown:
         raise ModelFileError(
             f"{directory}: {len(unknown)} tensors do not belong to the architecture in "
-            "config.json, the first is "
-            f"{unknown[0]}. Correct config.json or download the model again"
+            f"config.json, the first is {unknown[0]}. Correct config.json or download the model "
+            "again"
         )
     for name, spec in layout.items():
         if stored[name].shape != spec.shape:
             raise ModelFileError(
                 f"{stored[name].file}: {name} has shape {list(stored[name].shape)}, but "
-                "config.json asks for "
-                f"{list(spec.shape)}. Download the model again"
+                f"config.json asks for {list(spec.shape)}. Download the model again"
             )
     return [name for name in stored if name in layout]

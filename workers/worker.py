@@ -49,6 +49,12 @@ class Worker:
         self._budget: MemoryBudget | None = None
         self._runner: ModelRunner | None = None
 
+    @property
+    def kv_cache(self) -> KVCache:
+        if self._kv_cache is None:
+            raise RuntimeError("load_model makes the KV cache")
+        return self._kv_cache
+
     def init_device(self) -> None:
         """Threads from what this process may use; denormals flushed to zero in all of them.
 
@@ -136,10 +142,9 @@ class Worker:
 
     def _warm_up_steps(self, index: int, params: SamplingParams) -> Iterator[SchedulerOutput]:
         """A prompt, two decode steps, and the end."""
-        assert self._kv_cache is not None
-        spec, config = self._kv_cache.spec, self.config
+        spec, config = self.kv_cache.spec, self.config
         num_groups = len(spec.groups)
-        blocks_per_group = (self._kv_cache.num_blocks - 1) // num_groups
+        blocks_per_group = (self.kv_cache.num_blocks - 1) // num_groups
         num_tokens = min(
             _WARM_UP_TOKENS,
             config.scheduler_config.max_num_batched_tokens,

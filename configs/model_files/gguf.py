@@ -95,10 +95,10 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-_MIN_KEY_VALUE_BYTES = 8 + 1 + 4 + 1  # length and one byte of the key, type, the smallest value
-_MIN_TENSOR_RECORD_BYTES = (
-    8 + 1 + 4 + 8 + 4 + 8
-)  # length and one byte of the name, rank, one dimension, type, offset
+# A length and one byte of key, a type, the smallest value.
+_MIN_KEY_VALUE_BYTES = 8 + 1 + 4 + 1
+# A length and one byte of name, a rank, one dimension, a type, an offset.
+_MIN_TENSOR_RECORD_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class GGUFFile:
     `metadata` maps keys to int, float, bool, str, numpy array (numbers) or list of str. Arrays are
     decoded when first looked up. `tensors` maps names to `GGUFTensor`, in file order. Raises
     `ModelFileError` from `open` for anything wrong with the file, and from a metadata look-up for
-    text that is not UTF-8.
+    text that is not UTF-8. The file must not be shortened while it is open.
     """
 
     def __init__(self, path: Path, mapping: mmap.mmap) -> None:
@@ -185,8 +185,8 @@ class _Cursor:
     def fail(self, problem: str, position: int | None = None) -> NoReturn:
         at = self.position if position is None else position
         raise ModelFileError(
-            f"{self.path}: {problem} (at byte {at} of {self.size}). "
-            "The file is corrupt or not a model: download it again"
+            f"{self.path}: {problem} (at byte {at} of {self.size}). The file is corrupt or not a "
+            "model: download it again"
         )
 
     def need(self, num_bytes: int, what: str) -> None:
@@ -198,7 +198,7 @@ class _Cursor:
         self.need(layout.size, what)
         (value,) = layout.unpack_from(self.view, self.position)
         self.position += layout.size
-        return value  # type: ignore[no-any-return]
+        return value
 
     def integer(self, layout: struct.Struct, what: str) -> int:
         value = self.number(layout, what)
@@ -319,8 +319,7 @@ class _Metadata(Mapping[str, Any]):
         except UnicodeDecodeError:
             raise ModelFileError(
                 f"{self._path}: item {len(strings)} of {key!r} (at byte {start}) is not UTF-8 "
-                "text. "
-                "The file is corrupt: download it again"
+                "text. The file is corrupt: download it again"
             ) from None
         return strings
 
@@ -378,8 +377,7 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
     if records and end > cursor.size:
         raise ModelFileError(
             f"{cursor.path}: truncated: it has {cursor.size} bytes but its tensors end at byte "
-            f"{end}, "
-            f"so {end - cursor.size} bytes are missing. Download it again"
+            f"{end}, so {end - cursor.size} bytes are missing. Download it again"
         )
     return {
         t.name: GGUFTensor(t.name, t.shape, t.type_name, data_start + t.offset, t.num_bytes)
@@ -415,8 +413,7 @@ def _checked_alignment(path: Path, alignment: Any) -> int:
     if not is_power_of_two or alignment > MAX_ALIGNMENT:
         raise ModelFileError(
             f"{path}: general.alignment is {str(alignment)[:80]}; it must be a power of two of at "
-            "most "
-            f"{MAX_ALIGNMENT}. The file is corrupt: download it again"
+            f"most {MAX_ALIGNMENT}. The file is corrupt: download it again"
         )
     return int(alignment)
 

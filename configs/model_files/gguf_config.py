@@ -61,8 +61,8 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     num_parts = file.metadata.get("split.count")  # first: only one part has the other keys
     if isinstance(num_parts, int) and num_parts > 1:
         raise ModelFileError(
-            f"{file.path}: one part of a split GGUF file, which is not supported. "
-            "Merge the parts with `llama-gguf-split --merge` first"
+            f"{file.path}: one part of a split GGUF file, which is not supported. Merge the parts "
+            "with `llama-gguf-split --merge` first"
         )
     keys = _Keys(file)
     if "token_embd.weight" not in file.tensors:
@@ -115,7 +115,7 @@ class _Keys:
         return value
 
     def optional_int(self, name: str, prefix: str | None = None) -> int | None:
-        return self._optional((self._prefix if prefix is None else prefix) + name, int)  # type: ignore[no-any-return]
+        return self._optional((self._prefix if prefix is None else prefix) + name, int)
 
     def optional_float(self, name: str) -> float | None:
         """A float as it was before it became a float32: 1e-05, not 9.999999747378752e-06."""
@@ -123,7 +123,7 @@ class _Keys:
         return None if value is None else float(str(np.float32(value)))
 
     def optional_str(self, name: str) -> str | None:
-        return self._optional(self._prefix + name, str)  # type: ignore[no-any-return]
+        return self._optional(self._prefix + name, str)
 
     def _optional(self, key: str, kind: type) -> Any:
         if key not in self._metadata:
@@ -140,9 +140,8 @@ class _Keys:
             return value
         shown = "an array" if isinstance(value, np.ndarray | list) else repr(value)[:80]
         raise ModelFileError(
-            f"{self.path}: the key {key} is {shown}, but must be one {kind.__name__}. "
-            "Models whose layers differ are not supported; else the file is corrupt: download it "
-            "again"
+            f"{self.path}: the key {key} is {shown}, but must be one {kind.__name__}. Models "
+            "whose layers differ are not supported; else the file is corrupt: download it again"
         )
 
 
@@ -180,8 +179,7 @@ def _common_fields(keys: _Keys, tensors: Mapping[str, GGUFTensor]) -> dict[str, 
     if keys.optional_int("expert_count"):
         raise ModelFileError(
             f"{keys.path}: not supported: a mixture of {keys.optional_int('expert_count')} "
-            "experts; "
-            "supported: dense models"
+            "experts; supported: dense models"
         )
     return fields
 
@@ -256,8 +254,7 @@ def _llama3_rope(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:
     if tensor.type_name != "F32" or tensor.shape != (config["head_dim"] // 2,):
         raise ModelFileError(
             f"{file.path}: {ROPE_FACTORS} is {tensor.type_name} {list(tensor.shape)}, but must be "
-            "F32 "
-            f"[{config['head_dim'] // 2}]. The file is corrupt: download it again"
+            f"F32 [{config['head_dim'] // 2}]. The file is corrupt: download it again"
         )
     factors = np.frombuffer(file.data(tensor), "<f4").astype(np.float64)
     exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
@@ -271,8 +268,7 @@ def _llama3_rope(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:
     if not is_known or not np.allclose(factors, expected, rtol=1e-3):
         raise ModelFileError(
             f"{file.path}: the rotary factors in {ROPE_FACTORS} are not Llama 3.1's, which are "
-            "the only "
-            "ones supported. Use the safetensors checkpoint of the model"
+            "the only ones supported. Use the safetensors checkpoint of the model"
         )
     return rope | {
         "rope_type": "llama3",
@@ -289,27 +285,25 @@ def _check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
     if missing:
         raise ModelFileError(
             f"{file.path}: {len(missing)} of {len(specs)} tensors are missing, the first is "
-            f"{missing[0]}. "
-            "The file is incomplete: download it again or use another conversion of the model"
+            f"{missing[0]}. The file is incomplete: download it again or use another conversion "
+            "of the model"
         )
     unknown = sorted(set(file.tensors) - set(specs) - {ROPE_FACTORS})
     if unknown:
         raise ModelFileError(
             f"{file.path}: not supported: {len(unknown)} tensors that a "
-            f"{config['architectures'][0]} does not "
-            f"have, the first is {unknown[0]}"
+            f"{config['architectures'][0]} does not have, the first is {unknown[0]}"
         )
     for name, spec in specs.items():
         tensor = file.tensors[name]
         if tensor.shape != spec.shape:
             raise ModelFileError(
                 f"{file.path}: the tensor {name} has shape {list(tensor.shape)}, but the metadata "
-                "asks for "
-                f"{list(spec.shape)}. The file is corrupt: download it again"
+                f"asks for {list(spec.shape)}. The file is corrupt: download it again"
             )
         if tensor.type_name not in SUPPORTED_TENSOR_TYPES:
             raise ModelFileError(
                 f"{file.path}: not supported: tensor type {tensor.type_name} (of {name}); "
-                "supported: "
-                f"{', '.join(SUPPORTED_TENSOR_TYPES)}. Use another quantization of the model"
+                f"supported: {', '.join(SUPPORTED_TENSOR_TYPES)}. Use another quantization of the "
+                "model"
             )

@@ -133,16 +133,15 @@ def normalize_hf_config(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         method = raw["quantization_config"]
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
         raise ModelFileError(
-            f"{source}: quantization_config ({name}) is not supported. "
-            "Use an unquantized checkpoint or a GGUF file of the model"
+            f"{source}: quantization_config ({name}) is not supported. Use an unquantized "
+            "checkpoint or a GGUF file of the model"
         )
-    config = dict(_DEFAULTS[architecture]) | dict(raw) | _FIXED.get(architecture, {})
+    config = {**_DEFAULTS[architecture], **raw, **_FIXED.get(architecture, {})}
     config["architectures"] = [architecture]
     if config.get("use_bidirectional_attention"):
         raise ModelFileError(
             f"{source}: use_bidirectional_attention is not supported: this model embeds text and "
-            "does "
-            "not generate it. Use a causal checkpoint"
+            "does not generate it. Use a causal checkpoint"
         )
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
@@ -187,18 +186,18 @@ def _check_size(config: Mapping[str, Any], name: str, source: str, limit: int) -
     value = config.get(name)
     if type(value) is not int or not 1 <= value <= limit:
         raise ModelFileError(
-            f"{source}: {name} is {value!r}, but must be an integer from 1 to {limit}. "
-            "The file is corrupt: download it again"
+            f"{source}: {name} is {value!r}, but must be an integer from 1 to {limit}. The file "
+            "is corrupt: download it again"
         )
 
 
 def _check_positive(values: Mapping[str, Any], name: str, source: str) -> None:
-    value = values.get(name)
+    value: Any = values.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0.0 < value < math.inf:
         raise ModelFileError(
-            f"{source}: {name} is {value!r}, but must be a number above 0. "
-            "The file is corrupt: download it again"
+            f"{source}: {name} is {value!r}, but must be a number above 0. The file is corrupt: "
+            "download it again"
         )
 
 
@@ -207,8 +206,7 @@ def _check_heads(config: Mapping[str, Any], source: str) -> None:
     if heads % kv_heads:
         raise ModelFileError(
             f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
-            f"{kv_heads}. "
-            "The file is corrupt: download it again"
+            f"{kv_heads}. The file is corrupt: download it again"
         )
     if config["head_dim"] % 2:
         raise ModelFileError(

@@ -178,8 +178,8 @@ def _sampling_params(generation: Mapping[str, Any], source: str) -> dict[str, An
         if not is_number or not low <= value <= high or value == math.inf:
             raise ModelFileError(
                 f"{source}: {name} is {value!r}, but must be "
-                f"{'an integer' if is_int else 'a number'} "
-                f"from {low:g} to {high:g}. Correct or remove it"
+                f"{'an integer' if is_int else 'a number'} from {low:g} to {high:g}. Correct or "
+                "remove it"
             )
         params[field_name] = value
     return params

@@ -46,8 +46,7 @@ def read_safetensors_index(directory: Path) -> dict[str, StoredTensor]:
         if missing:
             raise ModelFileError(
                 f"{file}: {len(missing)} tensors that {INDEX_FILE} promises are missing, the "
-                "first is "
-                f"{missing[0]}. Download the model again"
+                f"first is {missing[0]}. Download the model again"
             )
         tensors |= {name: tensor for name, tensor in found.items() if name in names}
     return tensors
@@ -72,16 +71,15 @@ def _shards(directory: Path) -> dict[Path, set[str]]:
         is_plain = isinstance(file_name, str) and file_name.isprintable()
         if not is_plain or Path(file_name).name != file_name or file_name == "..":
             raise ModelFileError(
-                f"{index}: {name} is said to be in {file_name!r}, "
-                "which is not the name of a file beside it"
+                f"{index}: {name} is said to be in {file_name!r}, which is not the name of a file "
+                "beside it"
             )
         shards.setdefault(directory / file_name, set()).add(name)
     missing = sorted(file.name for file in shards if not file.is_file())
     if missing:
         raise ModelFileError(
             f"{directory}: {len(missing)} of {len(shards)} shards are missing: "
-            f"{', '.join(missing[:5])}. "
-            "Download the model again"
+            f"{', '.join(missing[:5])}. Download the model again"
         )
     return shards
 
@@ -113,6 +111,6 @@ def _nothing_found(directory: Path) -> str:
     )
     found = f"found only {', '.join(others[:5])}" if others else "found no weights at all"
     return (
-        f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there ({found}). "
-        "Give a directory with safetensors weights, or the path of a .gguf file"
+        f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there ({found}). Give a "
+        "directory with safetensors weights, or the path of a .gguf file"
     )

@@ -9,9 +9,10 @@ import logging
 import os
 import urllib.parse
 from collections.abc import AsyncIterator, Generator, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from headrace.configs.engine_args import AsyncEngineArgs
+from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs
 from headrace.configs.errors import ConfigurationError, RequestFailedError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.cli.serve import add_model_argument, engine_args_of, log_to_stderr
@@ -21,15 +22,38 @@ CONNECT_TIMEOUT_S = 30.0
 Message = dict[str, str]
 
 
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How to answer; None: the server's or the model's default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
 class TextSource(Protocol):
     """A model that answers in pieces of text, as they come."""
 
-    def chat(self, messages: list[Message]) -> Generator[str, None, None]: ...
-    def complete(self, prompt: str, max_tokens: int | None) -> Generator[str, None, None]: ...
+    def chat(
+        self, messages: list[Message], options: AnswerOptions
+    ) -> Generator[str, None, None]: ...
+    def complete(self, prompt: str, options: AnswerOptions) -> Generator[str, None, None]: ...
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose between a server and an engine of our own."""
+def add_source_options(
+    parser: argparse.ArgumentParser, default_max_tokens: int | None = None
+) -> None:
+    """Add the options that `chat` and `complete` share."""
+    shown = default_max_tokens or "what fits"
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=default_max_tokens,
+        help=f"length limit of an answer (default: {shown})",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=None, help="0 always takes the likeliest token"
+    )
+    parser.add_argument("--stats", action="store_true", help="print the speed of each answer")
     add_model_argument(parser)
     client = parser.add_argument_group("server")
     client.add_argument("--url", default=None, help="a running server, as http://HOST:PORT/v1")
@@ -52,6 +76,11 @@ def open_source(args: argparse.Namespace) -> Iterator[TextSource]:
         yield model
 
 
+def answer_options(args: argparse.Namespace) -> AnswerOptions:
+    """The options of a command line that has `add_source_options`."""
+    return AnswerOptions(args.max_tokens, args.temperature)
+
+
 class RemoteModel:
     """A model behind an OpenAI-compatible server."""
 
@@ -66,23 +95,24 @@ class RemoteModel:
         }
         self._model_name = model_name or self._first_model()
 
-    def chat(self, messages: list[Message]) -> Generator[str, None, None]:
-        body = {"messages": messages}
-        for choice in self._stream("/chat/completions", body):
+    def chat(self, messages: list[Message], options: AnswerOptions) -> Generator[str, None, None]:
+        for choice in self._stream("/chat/completions", {"messages": messages}, options):
             yield choice["delta"].get("content") or ""
 
-    def complete(self, prompt: str, max_tokens: int | None) -> Generator[str, None, None]:
-        body = {"prompt": prompt, "max_tokens": max_tokens}
-        for choice in self._stream("/completions", body):
+    def complete(self, prompt: str, options: AnswerOptions) -> Generator[str, None, None]:
+        for choice in self._stream("/completions", {"prompt": prompt}, options):
             yield choice["text"]
 
     def _first_model(self) -> str:
         with self._open("GET", "/models", None) as response:
             return str(json.loads(response.read())["data"][0]["id"])
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _stream(
+        self, path: str, body: dict[str, Any], options: AnswerOptions
+    ) -> Iterator[dict[str, Any]]:
         """The choices in the events of a stream."""
-        body = {"model": self._model_name, "stream": True, **body}
+        given = {name: value for name, value in asdict(options).items() if value is not None}
+        body = {"model": self._model_name, "stream": True, **body, **given}
         with self._open("POST", path, json.dumps(body).encode()) as response:
             for line in response:
                 data = line.strip().removeprefix(b"data: ")
@@ -122,7 +152,7 @@ class RemoteModel:
 class LocalModel:
     """An engine of our own, driven one answer at a time."""
 
-    def __init__(self, args: AsyncEngineArgs) -> None:
+    def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self._runner = asyncio.Runner()
         self._engine: Any = None
@@ -145,18 +175,24 @@ class LocalModel:
         finally:
             self._runner.close()
 
-    def chat(self, messages: list[Message]) -> Generator[str, None, None]:
-        return self._pieces(self._engine.renderer.render_chat(messages), None)
+    def chat(self, messages: list[Message], options: AnswerOptions) -> Generator[str, None, None]:
+        return self._pieces(self._engine.renderer.render_chat(messages), options)
 
-    def complete(self, prompt: str, max_tokens: int | None) -> Generator[str, None, None]:
-        return self._pieces(self._engine.renderer.render_completion(prompt), max_tokens)
+    def complete(self, prompt: str, options: AnswerOptions) -> Generator[str, None, None]:
+        return self._pieces(self._engine.renderer.render_completion(prompt), options)
 
-    def _pieces(self, rendering: Any, max_tokens: int | None) -> Generator[str, None, None]:
-        params = SamplingParams(
-            **applied_defaults(self._engine.model_config.default_sampling_params),
-            max_tokens=max_tokens,
-            output_kind=RequestOutputKind.DELTA,
-        )
+    def _pieces(self, rendering: Any, options: AnswerOptions) -> Generator[str, None, None]:
+        sampling = applied_defaults(self._engine.model_config.default_sampling_params)
+        if options.temperature is not None:
+            sampling["temperature"] = options.temperature
+        try:
+            params = SamplingParams(
+                **sampling,
+                max_tokens=options.max_tokens,
+                output_kind=RequestOutputKind.DELTA,
+            )
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
         prompt = self._runner.run(rendering)
         outputs = self._engine.generate(prompt, params, "cli")
         try:

@@ -5,7 +5,13 @@ import sys
 from typing import Any
 
 from headrace.configs.errors import InvalidRequestError
-from headrace.frontend.cli.answers import Message, TextSource, add_source_options, open_source
+from headrace.frontend.cli.answers import (
+    Message,
+    TextSource,
+    add_source_options,
+    answer_options,
+    open_source,
+)
 from headrace.frontend.cli.printing import ends_at_interrupt, print_pieces, read_lines
 
 EXAMPLES = """examples:
@@ -28,7 +34,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send one message, print the answer")
     parser.add_argument("--system-prompt", metavar="TEXT", help="how the model should behave")
-    parser.add_argument("--stats", action="store_true", help="print the speed of each answer")
     add_source_options(parser)
 
 
@@ -39,20 +44,20 @@ def run(args: argparse.Namespace) -> int:
         messages.append({"role": "system", "content": args.system_prompt})
     with open_source(args) as source:
         if args.quick is not None:
-            _say(source, messages, args.quick, args.stats)
+            _say(source, messages, args.quick, args)
             return 0
         with ends_at_interrupt():
             for text in read_lines("> "):
                 try:
-                    _say(source, messages, text, args.stats)
+                    _say(source, messages, text, args)
                 except InvalidRequestError as error:
                     print(f"headrace: {error}", file=sys.stderr)
                     messages.pop()
     return 0
 
 
-def _say(source: TextSource, messages: list[Message], text: str, shows_stats: bool) -> None:
+def _say(source: TextSource, messages: list[Message], text: str, args: argparse.Namespace) -> None:
     """Send a message; both it and the answer join the conversation."""
     messages.append({"role": "user", "content": text})
-    answer = print_pieces(source.chat(messages), shows_stats)
+    answer = print_pieces(source.chat(messages, answer_options(args)), args.stats)
     messages.append({"role": "assistant", "content": answer})

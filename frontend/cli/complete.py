@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from headrace.frontend.cli.answers import add_source_options, open_source
+from headrace.frontend.cli.answers import add_source_options, answer_options, open_source
 from headrace.frontend.cli.printing import ends_at_interrupt, print_pieces, read_lines
 
 EXAMPLES = """examples:
@@ -25,18 +25,17 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="complete one text")
-    parser.add_argument("--max-tokens", type=int, default=128, help="length limit (default: 128)")
-    parser.add_argument("--stats", action="store_true", help="print the speed of each answer")
-    add_source_options(parser)
+    add_source_options(parser, default_max_tokens=128)
 
 
 def run(args: argparse.Namespace) -> int:
     """One completion with `--quick`, else one for each line until end of file or Ctrl-C."""
+    options = answer_options(args)
     with open_source(args) as source:
         if args.quick is not None:
-            print_pieces(source.complete(args.quick, args.max_tokens), args.stats)
+            print_pieces(source.complete(args.quick, options), args.stats)
             return 0
         with ends_at_interrupt():
             for text in read_lines("> "):
-                print_pieces(source.complete(text, args.max_tokens), args.stats)
+                print_pieces(source.complete(text, options), args.stats)
     return 0

@@ -8,7 +8,7 @@ import time
 from types import FrameType
 from typing import Any, NoReturn
 
-from headrace.configs.engine_args import DEFAULT_MODEL, AsyncEngineArgs
+from headrace.configs.engine_args import DEFAULT_MODEL, AsyncEngineArgs, EngineArgs
 from headrace.configs.environment import API_KEY, read
 from headrace.frontend.http.listener import ServerOptions, bind_socket
 
@@ -65,7 +65,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="model", default=DEFAULT_MODEL, help=argparse.SUPPRESS)
 
 
-def engine_args_of(args: argparse.Namespace) -> AsyncEngineArgs:
+def engine_args_of(args: argparse.Namespace) -> EngineArgs:
     """The engine arguments of a command line that has MODEL and the engine options."""
     if args.model_tag is not None:
         args.model = args.model_tag

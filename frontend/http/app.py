@@ -4,6 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 
 from headrace.configs.errors import HeadraceError
 from headrace.frontend.http.auth import ApiKeys, KeyGuard
@@ -52,7 +53,7 @@ def _endpoint(
         call = Call(request, state, prefix)
         try:
             response = await handle(call)
-        except ClientDisconnected:
+        except (ClientDisconnected, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except (HeadraceError, RequestRefused) as error:
             response = error_response(error)

@@ -4,6 +4,7 @@ import re
 import time
 import urllib.parse
 import uuid
+from collections.abc import Mapping
 from typing import TypeVar
 
 from fastapi import Request
@@ -37,7 +38,7 @@ class Call:
         if given is not None and _LABEL.fullmatch(given):
             self._label = given
 
-    async def read(self, kind: type[BodyT], known: dict[str, Unsupported]) -> BodyT:
+    async def read(self, kind: type[BodyT], known: Mapping[str, Unsupported]) -> BodyT:
         """Read and check the body. Raises RequestRefused and InvalidRequestError."""
         decoded = decode_body(await read_body(self.request), kind)
         body = decoded.fields

@@ -202,17 +202,17 @@ async def _merge(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Items of all runs as they come. A consumer that is slow holds every run back."""
     if len(runs) == 1:
-        async with contextlib.aclosing(runs[0]) as run:
-            async for item in run:
-                yield item
+        async with contextlib.aclosing(runs[0]) as only_run:
+            async for pair in only_run:
+                yield pair
         return
     queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=1)
 
     async def pump(run: AsyncGenerator[tuple[int, RequestOutput], None]) -> None:
         try:
             async with contextlib.aclosing(run):
-                async for item in run:
-                    await queue.put(item)
+                async for pair in run:
+                    await queue.put(pair)
         except Exception as error:
             await queue.put(error)
         else:

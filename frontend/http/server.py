@@ -36,7 +36,7 @@ class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: the signals are ours."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -83,6 +83,8 @@ class _Server:
         """Start the engine and wait until it dies; always ends with an exception."""
         await self._engine.start()
         config = self._engine.model_config
+        end_ids = [config.eos_token_id, *config.extra_eos_token_ids]
+        logger.info("token ids that end a sequence: %s", [i for i in end_ids if i is not None])
         if config.default_sampling_params:
             logger.info("sampling defaults of the model: %s", config.default_sampling_params)
         unapplied = unapplied_defaults(config.default_sampling_params)

@@ -74,7 +74,7 @@ class AttentionMetadata:
 
 
 class AttentionPlanner:
-    """Makes the metadata of each step for one group of layers; owns the scratch memory they share."""
+    """Makes each step's metadata for one group of layers; owns the scratch memory they share."""
 
     def __init__(
         self,
@@ -93,9 +93,7 @@ class AttentionPlanner:
         self._scratch = torch.empty(0, self._row_size, dtype=dtype)
 
     def plan(self, sequences: Sequence[SequenceSlots]) -> AttentionMetadata:
-        """`sequences` in the order of the flat batch: those with one query first, by falling
-        length.
-        """
+        """`sequences` in flat-batch order: those with one query first, by falling length."""
         new = [sequence.slots[-sequence.num_queries :] for sequence in sequences]
         slots = np.concatenate(new)
         writes = np.stack((slots, slots + self.block_size), axis=1).reshape(-1)
@@ -107,8 +105,8 @@ class AttentionPlanner:
         for sequence in sequences[num_decodes:]:
             prefills.append(self._plan_prefill(sequence, start))
             start += sequence.num_queries
-        num_rows = [rows.gather_rows.shape[0] for rows in (*decodes, *prefills)]
-        self._reserve(max(num_rows))
+        gathers = [rows.gather_rows for rows in decodes] + [c.gather_rows for c in prefills]
+        self._reserve(max(len(rows) for rows in gathers))
         return AttentionMetadata(
             write_rows=torch.from_numpy(writes),
             decodes=tuple(decodes),

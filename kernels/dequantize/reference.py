@@ -18,8 +18,10 @@ from torch import Tensor
 from headrace.configs.errors import ModelFileError
 from headrace.configs.model_files.gguf import BLOCK_SIZES
 
-# Elements dequantized at a time: bounds the temporaries, which then stay in the second-level cache.
-CHUNK_ELEMENTS = 1 << 18
+# Elements dequantized at a time: bounds the temporaries, and is the largest operation that torch
+# does not split over threads. Splitting these short operations gains little on an idle machine, and
+# on a busy one each of thousands of hand-overs waits for a time slice (measured: seconds a model).
+CHUNK_ELEMENTS = 1 << 15
 
 
 def dequantize(
@@ -42,8 +44,8 @@ def dequantize(
     if rest or raw.size != num_blocks * block_bytes:
         raise ModelFileError(
             f"{list(shape)} elements of type {type_name} take {block_bytes} bytes per "
-            f"{block_elements} "
-            f"elements, but there are {raw.size} bytes. The file is corrupt: download it again"
+            f"{block_elements} elements, but there are {raw.size} bytes. The file is corrupt: "
+            "download it again"
         )
     out = torch.empty(shape, dtype=dtype)
     if type_name in _FLOAT_TYPES:
@@ -84,13 +86,13 @@ def _copy(raw: np.ndarray) -> Tensor:
     return torch.from_numpy(raw.copy())
 
 
-# Each function below reads `raw`, uint8 [n, block_bytes], and writes `out`, fp32 [n,
-# block_elements].
+# Functions below read `raw`, uint8 [n, block_bytes], and write `out`, fp32 [n, block_elements].
 
 
-def _half(raw: Tensor, offset: int) -> Tensor:
-    """The fp16 at byte `offset` of each block, as fp32 [n, 1]."""
-    return raw[:, offset : offset + 2].view(torch.float16).float()
+def _halves(raw: Tensor, offset: int, count: int) -> tuple[Tensor, ...]:
+    """`count` fp16 numbers from byte `offset` of each block, as fp32 [n, 1] each."""
+    halves = raw[:, offset : offset + 2 * count].contiguous().view(torch.float16)
+    return halves.float().split(1, dim=1)
 
 
 def _nibbles(raw: Tensor, offset: int) -> Tensor:
@@ -101,46 +103,43 @@ def _nibbles(raw: Tensor, offset: int) -> Tensor:
 
 def _fifth_bits(raw: Tensor, offset: int) -> Tensor:
     """Bit j of the 32 bits at byte `offset` is the fifth bit of code j: 0 or 16, [n, 32]."""
-    return _BIT_TABLE[raw[:, offset : offset + 4].int()].view(torch.uint8)
-
-
-def _make_bit_table() -> Tensor:
-    """For each byte its 8 bits, lowest first, times 16, as the 8 bytes of an int64."""
-    bits = (np.arange(256)[:, None] >> np.arange(8)) & 1
-    return torch.from_numpy((bits * 16).astype(np.uint8).view("<i8").reshape(256).copy())
-
-
-_BIT_TABLE = _make_bit_table()
+    packed = raw[:, offset : offset + 4].numpy()
+    return torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little")) << 4
 
 
 def _q8_0(raw: Tensor, out: Tensor) -> None:
     """scale fp16 | 32 codes int8: x = scale * code."""
+    (scale,) = _halves(raw, 0, 1)
     out.copy_(raw[:, 2:].view(torch.int8))
-    out.mul_(_half(raw, 0))
+    out.mul_(scale)
 
 
 def _q4_0(raw: Tensor, out: Tensor) -> None:
     """scale fp16 | 32 codes of 4 bits: x = scale * (code - 8)."""
+    (scale,) = _halves(raw, 0, 1)
     out.copy_(_nibbles(raw, 2))
-    out.sub_(8.0).mul_(_half(raw, 0))
+    out.sub_(8.0).mul_(scale)
 
 
 def _q4_1(raw: Tensor, out: Tensor) -> None:
     """scale fp16 | minimum fp16 | 32 codes of 4 bits: x = scale * code + minimum."""
+    scale, minimum = _halves(raw, 0, 2)
     out.copy_(_nibbles(raw, 4))
-    out.mul_(_half(raw, 0)).add_(_half(raw, 2))
+    out.mul_(scale).add_(minimum)
 
 
 def _q5_0(raw: Tensor, out: Tensor) -> None:
     """scale fp16 | 32 fifth bits | 32 codes of 4 bits: x = scale * (code - 16)."""
+    (scale,) = _halves(raw, 0, 1)
     out.copy_(_nibbles(raw, 6).bitwise_or_(_fifth_bits(raw, 2)))
-    out.sub_(16.0).mul_(_half(raw, 0))
+    out.sub_(16.0).mul_(scale)
 
 
 def _q5_1(raw: Tensor, out: Tensor) -> None:
     """scale, minimum fp16 | 32 fifth bits | 32 codes of 4 bits: x = scale * code + minimum."""
+    scale, minimum = _halves(raw, 0, 2)
     out.copy_(_nibbles(raw, 8).bitwise_or_(_fifth_bits(raw, 4)))
-    out.mul_(_half(raw, 0)).add_(_half(raw, 2))
+    out.mul_(scale).add_(minimum)
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +152,8 @@ def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
     first, second, rest = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = torch.cat((first & 63, (rest & 15) | ((first >> 6) << 4)), dim=1)
     minima = torch.cat((second & 63, (rest >> 4) | ((second >> 6) << 4)), dim=1)
-    return (_half(raw, 0) * scales).unsqueeze(2), (_half(raw, 2) * minima).unsqueeze(2)
+    scale, minimum = _halves(raw, 0, 2)
+    return (scale * scales).unsqueeze(2), (minimum * minima).unsqueeze(2)
 
 
 def _q4_k(raw: Tensor, out: Tensor) -> None:
@@ -197,7 +197,8 @@ def _q6_k(raw: Tensor, out: Tensor) -> None:
     high = raw[:, 128:192].contiguous().view(-1, 2, 1, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     codes |= ((high >> shifts) & 3) << 4
-    scales = _half(raw, 208) * raw[:, 192:208].view(torch.int8)
+    (scale,) = _halves(raw, 208, 1)
+    scales = scale * raw[:, 192:208].view(torch.int8)
     values = out.view(-1, 16, 16)
     values.copy_(codes.view(-1, 16, 16))
     values.sub_(32.0).mul_(scales.unsqueeze(2))

@@ -9,6 +9,7 @@ far and the choice index, so that the whole output of a request can be computed 
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.configs.sampling_params import SamplingParams
@@ -145,15 +146,13 @@ def expected_output(
             return outputs, "length", None
 
 
-POISON = ("poison",)
+POISON = ("poison",)  # what a choice with an injected fault writes
 
 
 class _Row:
-    def __init__(self, token_ids: list[int], num_prompt: int, tables: list[list[int]]) -> None:
+    def __init__(self, token_ids: list[int], tables: list[list[int]]) -> None:
         self.token_ids = list(token_ids)
-        self.num_prompt = num_prompt
         self.tables = [list(table) for table in tables]
-        self.tainted = False  # has failed
 
 
 class FakeWorker:
@@ -200,7 +199,7 @@ class FakeWorker:
         starts = {}
         for new in step.new_requests:
             assert new.choice_id not in self.rows
-            self.rows[new.choice_id] = _Row(new.token_ids, new.num_prompt_tokens, new.block_ids)
+            self.rows[new.choice_id] = _Row(new.token_ids, new.block_ids)
             starts[new.choice_id] = new.num_computed_tokens
         for cached in step.cached_requests:
             row = self.rows[cached.choice_id]
@@ -254,7 +253,6 @@ class FakeWorker:
                 self.ever_poisoned.add(choice_id.request_id)
             assert choice_id.request_id in self.ever_poisoned, f"{choice_id} read bad values"
             output.failed[choice_id] = NAN
-            row.tainted = True
             if end == len(row.token_ids):
                 row.token_ids.append(0)  # keeps later steps in flight well-formed
         elif end == len(row.token_ids):
@@ -263,32 +261,41 @@ class FakeWorker:
             output.sampled[choice_id] = SampledTokens([token])
 
 
+class StepWorker(Protocol):
+    """Whatever executes steps: the fake worker, or a real one."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
 class Engine:
-    """A scheduler and a fake worker, with up to `depth` steps whose results have not arrived."""
+    """A scheduler and a worker, with up to `depth` steps whose results have not arrived."""
 
     def __init__(
         self,
-        num_blocks: int = 12,
-        windows: Sequence[int | None] = (None,),
+        config: EngineConfig,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        worker: StepWorker,
         depth: int = 1,
-        **config: object,
+        clock: Callable[[], float] = lambda: 1e9,
     ) -> None:
-        self.scheduler = make_scheduler(num_blocks, windows, **config)  # type: ignore[arg-type]
-        self.config = make_config(**config)  # type: ignore[arg-type]
-        self.worker = FakeWorker(windows, self.config.cache_config.block_size, num_blocks)
+        """`num_blocks` are usable ones: without the null block."""
+        self.scheduler = Scheduler(config, spec, num_blocks + 1, clock)
+        self.config = config
+        self.step_worker = worker
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self.tokens: dict[ChoiceId, list[int]] = {}
-        self.finished: dict[ChoiceId, EngineCoreOutput] = {}
+        self.tokens: dict[ChoiceId, list[int]] = {}  # output of every choice ever added
+        self.finished: dict[ChoiceId, EngineCoreOutput] = {}  # the last message of each
         self.num_steps = 0
 
     @property
     def max_total(self) -> int:
+        """Prompt plus output tokens at which a choice ends by length."""
         return min(self.config.model_config.max_model_len, self.scheduler.max_request_tokens)
 
     def add(self, request: EngineCoreRequest) -> None:
         self.scheduler.add_request(request)
-        self.worker.domains[request.request_id] = repr((request.cache_salt, request.weight_version))
         for choice in request.choices:
             choice_id = ChoiceId(request.request_id, choice.index)
             self.tokens[choice_id] = list(choice.output_token_ids)
@@ -303,7 +310,7 @@ class Engine:
         assert step.total_num_scheduled_tokens <= limits.max_num_batched_tokens
         assert len(step.num_scheduled_tokens) <= limits.max_num_seqs
         assert self.scheduler.stats().num_running <= limits.max_num_seqs
-        self.in_flight.append((step, self.worker.execute(step)))
+        self.in_flight.append((step, self.step_worker.execute(step)))
         return step
 
     def deliver(self) -> list[EngineCoreOutput]:
@@ -350,12 +357,41 @@ class Engine:
         assert stats.num_free_blocks == stats.num_blocks
         assert (stats.num_requests, stats.num_running, stats.num_waiting) == (0, 0, 0)
         assert self.scheduler.check_integrity() == []
+
+
+class FakeEngine(Engine):
+    """An engine over the fake worker; `config` as for `make_config`."""
+
+    def __init__(
+        self,
+        num_blocks: int = 12,
+        windows: Sequence[int | None] = (None,),
+        depth: int = 1,
+        clock: Callable[[], float] = lambda: 1e9,
+        **config: object,
+    ) -> None:
+        engine_config = make_config(**config)  # type: ignore[arg-type]
+        block_size = engine_config.cache_config.block_size
+        self.worker = FakeWorker(windows, block_size, num_blocks)
+        spec = make_spec(windows, block_size)
+        super().__init__(engine_config, spec, num_blocks, self.worker, depth, clock)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        super().add(request)
+        domain = (request.cache_salt, request.weight_version)
+        self.worker.domains[request.request_id] = repr(domain)
+
+    def assert_idle(self) -> None:
+        super().assert_idle()
         assert not self.worker.rows
+
+    def expected(self, request: EngineCoreRequest, index: int) -> tuple[list[int], str, int | None]:
+        """(output tokens, finish reason, stop reason) that the pure function gives."""
+        return expected_output(request, index, self.max_total)
 
     def assert_output(self, request: EngineCoreRequest, index: int = 0) -> None:
         """A finished choice has exactly the output that the pure function gives."""
         choice_id = ChoiceId(request.request_id, index)
-        tokens, reason, stop_reason = expected_output(request, index, self.max_total)
-        assert self.tokens[choice_id] == tokens
-        assert self.finished[choice_id].finish_reason == reason
-        assert self.finished[choice_id].stop_reason == stop_reason
+        end = self.finished[choice_id]
+        got = (self.tokens[choice_id], end.finish_reason, end.stop_reason)
+        assert got == self.expected(request, index)

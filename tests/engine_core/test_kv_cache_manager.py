@@ -191,6 +191,8 @@ def test_a_reset_keeps_what_is_in_progress_out_of_the_cache() -> None:
     manager.reset_prefix_cache([choice])
     compute(manager, choice, 17)
     assert manager.find_hit(choice).num_blocks == 0
+    compute(manager, make_choice(range(8)), 8)
+    assert manager.find_hit(choice).num_blocks == 2, "nothing that builds on old values"
     manager.free(choice)
     compute(manager, choice, 17)  # from the start: good again
     assert manager.find_hit(choice).num_blocks == 4

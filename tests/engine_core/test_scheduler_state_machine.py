@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.engine_core.messages import EngineCoreRequest
 from headrace.workers.protocol import ChoiceId
-from tests.engine_core.factories import Engine, make_request
+from tests.engine_core.factories import FakeEngine, make_request
 
 PREFIXES = [[5] * 4, [5] * 8, [5, 6, 7, 8] * 3, [5] * 4 + [9] * 12]
 LAYOUTS: list[tuple[int | None, ...]] = [(None,), (None, 5), (6,), (None, 1), (9, None, 3)]
@@ -25,7 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.requests: dict[str, EngineCoreRequest] = {}
-        self.engine: Engine | None = None
+        self.engine: FakeEngine | None = None
 
     @initialize(
         windows=st.sampled_from(LAYOUTS),
@@ -40,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, windows: tuple[int | None, ...], depth: int, policy: str, budget: int,
         max_num_seqs: int, caching: bool, max_bypasses: int,
     ) -> None:  # fmt: skip
-        self.engine = Engine(
+        self.engine = FakeEngine(
             12, windows, depth, policy=policy, max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs, prefix_caching=caching, max_bypasses=max_bypasses,
             max_model_len=40,
@@ -72,17 +72,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(request.prompt_token_ids) + 1 > self.engine.max_total:
             return
         if accepted and n == 1:  # a replay: the first tokens of its own output are known already
-            outputs, _, _ = self.engine_expected(request)
+            outputs, _, _ = self.engine.expected(request, 0)
             known = outputs[: min(accepted, len(outputs) - 1)]
             request = make_request(request_id, prefix + tail, outputs=[known], **options)
         self.requests[request_id] = request
         self.engine.add(request)
-
-    def engine_expected(self, request: EngineCoreRequest) -> tuple[list[int], str, int | None]:
-        from tests.engine_core.factories import expected_output
-
-        assert self.engine is not None
-        return expected_output(request, 0, self.engine.max_total)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:

@@ -151,13 +151,15 @@ def api():
 
 
 def test_quick_chat_over_a_server(api, capsys):
-    argv = ["chat", "--url", api.url, "-q", "capital?", "--system-prompt", "short", "--stats"]
+    argv = ["chat", "--url", api.url, "-q", "capital?", "--system-prompt", "short"]
+    argv += ["--stats", "--temperature", "0"]
     assert exit_code(*argv) == 0
     printed = capsys.readouterr()
     assert printed.out == "Paris.\n" and "2 pieces" in printed.err
     path, body, key = api.seen[0]
     assert path == "/v1/chat/completions" and body["model"] == "first-model" and body["stream"]
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert body["temperature"] == 0 and "max_tokens" not in body
     assert key == "Bearer EMPTY"
 
 

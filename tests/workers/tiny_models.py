@@ -134,7 +134,7 @@ def reference_logits(reference: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def assert_greedy(reference: Any, token_ids: list[int], num_prompt_tokens: int) -> None:
-    """Each output token is the reference's best given those before it, or within a near tie of it."""
+    """Each output token is the reference's best given those before it, or in a near tie with it."""
     logits = reference_logits(reference, token_ids)
     for position in range(num_prompt_tokens, len(token_ids)):
         row = logits[position - 1]

@@ -30,8 +30,14 @@ class WeightSlot:
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter without memory: sizes are known, and checked, before anything is allocated.
-
-    `nn.Module.to_empty` gives it memory.
-    """
+    """A parameter without memory: sizes are known, and checked, before anything is allocated."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def allocated(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter with (uninitialized) memory.
+
+    `nn.Module.to_empty` would do the same, but imports half a second's worth of torch for it.
+    """
+    memory = torch.empty(parameter.shape, dtype=parameter.dtype)
+    return nn.Parameter(memory, requires_grad=False)

@@ -16,6 +16,7 @@ from headrace.kernels.rotary import (
 )
 from headrace.workers.kv_cache import KVCache
 from headrace.workers.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, WeightSlot
+from headrace.workers.layers.weight_slot import allocated
 from headrace.workers.models.decoder_config import DecoderConfig
 
 
@@ -99,7 +100,9 @@ class Decoder(nn.Module):
         """Memory for the weights (uninitialized) and rotary tables for positions below
         `max_model_len`.
         """
-        self.to_empty(device="cpu")
+        for module in self.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, allocated(parameter))
         self.max_model_len = max_model_len
         self._rotary_tables = [rotary_table(f, max_model_len) for f in self._frequencies]
 

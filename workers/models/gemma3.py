@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headrace.configs.errors import ModelFileError
 from headrace.workers.models.decoder_config import (
     DecoderConfig,
     LayerConfig,
@@ -18,11 +17,6 @@ _ROPES = ("full_attention", "sliding_attention")
 
 
 def decoder_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
-    if hf_config.get("use_bidirectional_attention"):
-        raise ModelFileError(
-            "use_bidirectional_attention is set: this Gemma 3 is an encoder (an embedding model), "
-            "which is not supported; use a text-generation checkpoint"
-        )
     activation = activation_name(hf_config, "hidden_activation")
     config = llama_config({**hf_config, "hidden_act": activation})
     kinds = hf_config["layer_types"]

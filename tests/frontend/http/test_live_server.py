@@ -50,6 +50,17 @@ def test_disconnect_aborts(live_server, scripted, until, stream, phase):
     metrics.close()
 
 
+def test_disconnect_in_the_body_is_no_fault(live_server, scripted, until, caplog):
+    server = live_server(scripted())
+    client = socket.create_connection(("127.0.0.1", server.port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+    time.sleep(0.1)
+    client.close()
+    time.sleep(0.2)
+    assert not caplog.records
+
+
 def test_events_come_as_they_are_made(live_server, scripted):
     server = live_server(scripted(delay_s=0.1))
     began = time.monotonic()

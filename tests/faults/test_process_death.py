@@ -1,0 +1,242 @@
+"""Signals and kills in every phase: nothing of ours survives five seconds, the rest does."""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+DEADLINE_S = 5.0
+PHASES = ("idle", "prefill", "stream")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+KV_CACHE = "512M"
+
+SCRIPT = """
+import subprocess, sys, threading
+from headrace import LLM, SamplingParams
+foreign = subprocess.Popen(["sleep", "60"])
+llm = LLM(sys.argv[1], kv_cache_memory_bytes=512 << 20)
+print("ready", foreign.pid, flush=True)
+phase = sys.argv[2]
+if phase == "idle":
+    threading.Event().wait(60)
+elif phase == "prefill":
+    llm.generate([[100] * 8000], SamplingParams(max_tokens=4), use_tqdm=False)
+else:
+    llm.generate([[100] * 8], SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: object, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def run_directories(temp: Path) -> list[Path]:
+    base = temp / f"headrace-{os.getuid()}"
+    return list(base.iterdir()) if base.exists() else []
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+class Server:
+    """A `headrace serve` process and what belongs to it."""
+
+    def __init__(self, model: Path, temp: Path) -> None:
+        self.port = free_port()
+        environment = {**os.environ, "TMPDIR": str(temp)}
+        command = [
+            sys.executable, "-m", "headrace", "serve", str(model), "--served-model-name", "m",
+            "--port", str(self.port), "--kv-cache-memory", KV_CACHE,
+        ]  # fmt: skip
+        self.log = (temp / "server.log").open("w+")
+        self.process = subprocess.Popen(command, env=environment, stderr=self.log)
+        wait_until(self.is_ready, 60, "the server is ready")
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.core = next(c for c in children if "headrace.engine_core" in " ".join(c.cmdline()))
+        self.everyone = [psutil.Process(self.process.pid), *children]
+        self.events: list[str] = []
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health/ready", timeout=1):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def steps(self) -> int:
+        url = f"http://127.0.0.1:{self.port}/health/progress"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return int(json.load(response)["step"])
+
+    def enter(self, phase: str) -> threading.Thread | None:
+        """Bring the server into a phase; the thread reads the stream until it ends."""
+        if phase == "idle":
+            return None
+        prompt = [100] * (8000 if phase == "prefill" else 8)
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": 150,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        reader = threading.Thread(target=self._read, args=(body,))
+        before = self.steps()
+        reader.start()
+        wanted = 1 if phase == "prefill" else 4
+        wait_until(lambda: self.steps() >= before + wanted, 30, f"phase {phase}")
+        return reader
+
+    def _read(self, body: dict[str, object]) -> None:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                self.events += [line.decode().strip() for line in response if line.strip()]
+        except urllib.error.HTTPError as error:
+            self.events.append(f"{error.code} {error.read().decode()}")
+        except OSError as error:
+            self.events.append(repr(error))
+
+
+@contextmanager
+def foreign_child() -> Iterator[psutil.Process]:
+    """A process that is not ours, in our process group."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        yield psutil.Process(child.pid)
+        child.kill()
+
+
+def assert_all_gone(processes: list[psutil.Process], temp: Path, shm: set[str]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    assert not alive, f"still alive after {DEADLINE_S} s: {alive}"
+    wait_until(lambda: not run_directories(temp), DEADLINE_S, "the run directory is gone")
+    assert shared_memory() <= shm
+
+
+CASES = list(itertools.product(SIGNALS, PHASES))
+IDS = [f"{s.name}-{p}" for s, p in CASES]
+
+
+@pytest.mark.parametrize(("number", "phase"), CASES, ids=IDS)
+def test_server(smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phase: str) -> None:
+    shm = shared_memory()
+    with foreign_child() as foreign:
+        server = Server(smollm2_gguf, tmp_path)
+        reader = server.enter(phase)
+        server.process.send_signal(number)
+        assert_all_gone(server.everyone, tmp_path, shm)
+        assert server.process.wait() == (-9 if number == signal.SIGKILL else 0)
+        assert foreign.is_running() and foreign.status() != psutil.STATUS_ZOMBIE
+        if reader is not None:
+            reader.join(5)
+            assert not reader.is_alive()
+        if phase == "stream" and number != signal.SIGKILL:
+            assert server.events[-1] == "data: [DONE]"
+            assert "error" in json.loads(server.events[-2].removeprefix("data: "))
+
+
+@pytest.mark.parametrize(("number", "phase"), CASES, ids=IDS)
+def test_engine_core(
+    smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phase: str
+) -> None:
+    shm = shared_memory()
+    server = Server(smollm2_gguf, tmp_path)
+    reader = server.enter(phase)
+    server.core.send_signal(number)
+    assert_all_gone(server.everyone, tmp_path, shm)
+    assert server.process.wait() not in (0, None)
+    server.log.seek(0)
+    last_line = server.log.read().strip().splitlines()[-1]
+    assert "engine core" in last_line
+    if reader is None:
+        return
+    reader.join(5)
+    if phase == "stream":
+        assert server.events[-1] == "data: [DONE]"
+        assert json.loads(server.events[-2].removeprefix("data: "))["error"]["code"] in (500, 503)
+    else:
+        assert server.events[-1].startswith(("500", "503"))
+
+
+@pytest.mark.parametrize(("number", "phase"), CASES, ids=IDS)
+def test_script(smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phase: str) -> None:
+    shm = shared_memory()
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(smollm2_gguf), phase],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert script.stdout is not None
+    word, foreign_pid = script.stdout.readline().split()
+    assert word == "ready"
+    foreign = psutil.Process(int(foreign_pid))
+    children = psutil.Process(script.pid).children(recursive=True)
+    ours = [child for child in children if child != foreign]
+    assert ours
+    time.sleep(0 if phase == "idle" else 0.7)
+    script.send_signal(number)
+    assert_all_gone([psutil.Process(script.pid), *ours], tmp_path, shm)
+    script.wait()
+    assert foreign.is_running()
+    foreign.kill()
+    script.stdout.close()
+
+
+def test_all_killed_at_one_instant(smollm2_gguf: Path, tmp_path: Path) -> None:
+    first = Server(smollm2_gguf, tmp_path)
+    assert len(run_directories(tmp_path)) == 1
+    for process in first.everyone:
+        process.suspend()  # nobody may clean up for another
+    for process in first.everyone:
+        process.kill()
+    psutil.wait_procs(first.everyone, timeout=DEADLINE_S)
+    left = run_directories(tmp_path)
+    assert len(left) == 1
+    second = Server(smollm2_gguf, tmp_path)
+    assert left[0] not in run_directories(tmp_path)
+    second.process.send_signal(signal.SIGTERM)
+    assert second.process.wait(DEADLINE_S) == 0
+    assert run_directories(tmp_path) == []
+
+
+def test_two_servers_do_not_meet(smollm2_gguf: Path, tmp_path: Path) -> None:
+    first, second = (Server(smollm2_gguf, tmp_path) for _ in range(2))
+    assert len(run_directories(tmp_path)) == 2
+    first.process.send_signal(signal.SIGKILL)
+    assert_gone = psutil.wait_procs(first.everyone, timeout=DEADLINE_S)[1]
+    assert not assert_gone
+    assert second.is_ready()
+    second.process.send_signal(signal.SIGTERM)
+    assert second.process.wait(DEADLINE_S) == 0

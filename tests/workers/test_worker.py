@@ -1,0 +1,154 @@
+"""The worker from files to steps: start-up, memory budget, warm-up."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.configs.errors import InsufficientMemoryError, ModelFileError
+from headrace.configs.hardware import CpuFacts, cpu_facts
+from headrace.workers import worker as worker_module
+from headrace.workers.protocol import WorkerInfo
+from headrace.workers.worker import Worker
+from tests.workers.tiny_models import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    StepDriver,
+    assert_greedy,
+    make_reference,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def restored_torch_settings() -> Any:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+
+
+def save(name: str, directory: Path) -> EngineConfig:
+    reference = make_reference(name)
+    reference.save_pretrained(directory)
+    return EngineConfig(
+        ModelConfig(
+            model=name,
+            path=str(directory),
+            tokenizer_path=str(directory),
+            served_model_names=(name,),
+            architecture=type(reference).__name__,
+            hf_config=reference.config.to_dict(),
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            eos_token_id=1,
+        ),
+        scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+
+
+def start(config: EngineConfig) -> tuple[Worker, WorkerInfo]:
+    worker = Worker(config)
+    worker.init_device()
+    phases: list[str] = []
+    worker.load_model(phases.append)
+    info = worker.init_kv_cache()
+    worker.warm_up()
+    return worker, info
+
+
+def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    facts = cpu_facts()
+    small: CpuFacts = replace(facts, memory_available=num_bytes)
+    monkeypatch.setattr(worker_module, "cpu_facts", lambda: small)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mistral", "gemma3"])
+def test_serves_a_saved_model(name: str, tmp_path: Path) -> None:
+    worker, info = start(save(name, tmp_path))
+    assert worker.kv_cache.wait_until_touched(30.0)
+    assert not worker.kv_cache.pool.any()  # the warm-up left nothing
+    driver = StepDriver(worker.execute_model, worker.kv_cache)
+    choice = driver.add("a", list(range(50)))
+    driver.run({choice: 70}, chunk=30)
+    assert_greedy(make_reference(name), driver.tokens[choice], 50)
+    assert info.contract_id == f"torch-{torch.__version__}-float32-reference"
+    assert info.num_threads == cpu_facts().num_threads
+    assert set(info.phases) == {"size memory", "load weights", "touch KV cache", "warm up"}
+
+
+def test_memory_is_accounted_for(tmp_path: Path) -> None:
+    config = save("gemma3", tmp_path)
+    _, info = start(config)
+    # 4 sequences of 256 tokens in 16 blocks, in each of the groups, and the null block.
+    num_groups = len(info.kv_cache_spec.groups)
+    assert num_groups == 7
+    assert info.num_blocks == 4 * 16 * num_groups + 1
+    memory = dict(info.memory)
+    assert memory["KV cache"] == info.num_blocks * info.kv_cache_spec.block_bytes
+    assert memory.pop("available") == sum(memory.values())
+
+
+def test_explicit_sizes_win(tmp_path: Path) -> None:
+    config = save("llama", tmp_path)
+    _, info = start(replace(config, cache_config=CacheConfig(num_blocks=12, block_size=4)))
+    assert info.num_blocks == 12
+    block_bytes = info.kv_cache_spec.block_bytes
+    cache = CacheConfig(kv_cache_memory_bytes=5 * block_bytes + 1, block_size=4)
+    _, info = start(replace(config, cache_config=cache))
+    assert info.num_blocks == 5
+
+
+def test_default_takes_at_most_two_fifths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = save("llama", tmp_path)
+    config = replace(config, scheduler_config=SchedulerConfig(1000, 64))
+    available(monkeypatch, 20 * MIB)
+    _, info = start(config)
+    left = 20 * MIB - info.memory["weights"] - info.memory["activations (at most)"]
+    assert 0.39 * left < info.memory["KV cache"] <= 0.4 * left
+
+
+def test_too_little_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 250_000)
+    with pytest.raises(InsufficientMemoryError, match=r"weights need .* MiB .* short.*bfloat16"):
+        start(save("llama", tmp_path))
+
+
+def test_too_little_memory_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = save("llama", tmp_path)
+    cache = CacheConfig(kv_cache_memory_bytes=10)
+    with pytest.raises(InsufficientMemoryError, match="--kv-cache-memory 12288 would start"):
+        start(replace(config, cache_config=cache))
+    available(monkeypatch, 8 * MIB)
+    cache = CacheConfig(kv_cache_memory_bytes=64 * MIB)
+    with pytest.raises(InsufficientMemoryError, match=r"--kv-cache-memory 67108864 asks .* left"):
+        start(replace(config, cache_config=cache))
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_smallest_cache_starts_and_warms_up(num_blocks: int, tmp_path: Path) -> None:
+    config = save("llama", tmp_path)
+    cache = CacheConfig(num_blocks=num_blocks, block_size=1)
+    _, info = start(replace(config, cache_config=cache))
+    assert info.num_blocks == num_blocks
+
+
+def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
+    config = save("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("model.layers.1.self_attn.v_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight"):
+        start(config)
+
+
+def test_denormals_are_flushed_on_every_thread(tmp_path: Path) -> None:
+    start(save("llama", tmp_path))
+    tiny = torch.full((1 << 20,), 1e-39)
+    assert not (tiny * 0.5).any()
