@@ -108,6 +108,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     accounting_errors: int = 0  # block accounting mismatches found and healed
+    num_corrupted: int = 0  # choices that failed because of non-finite logits
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):

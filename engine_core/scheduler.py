@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headrace.configs.config import EngineConfig
-from headrace.configs.errors import InvalidRequestError
+from headrace.configs.errors import InvalidRequestError, NonFiniteLogitsError
 from headrace.engine_core.admission import AdmissionLimits
 from headrace.engine_core.block_hash import root_hash
 from headrace.engine_core.forks import Forks
@@ -86,6 +86,7 @@ class Scheduler:
         self._num_choices = 0
         self._step = 0  # the last one handed out
         self._num_accounting_errors = 0
+        self._num_corrupted = 0
 
     # -- requests in and out ------------------------------------------------------------------
 
@@ -202,6 +203,7 @@ class Scheduler:
             prefix_cache_queries=self._planner.prefix_cache_queries,
             prefix_cache_hits=self._planner.prefix_cache_hits,
             accounting_errors=self._num_accounting_errors,
+            num_corrupted=self._num_corrupted,
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -351,6 +353,7 @@ class Scheduler:
 
     def _fail(self, choice: Choice, fault: RequestFault) -> EngineCoreOutput:
         self._forks.release_all(choice.request)
+        self._num_corrupted += fault.code == NonFiniteLogitsError.code
         return self._finish(choice, [], "error", fault=fault)
 
     def _finish(

@@ -32,6 +32,7 @@ COUNTERS = {
     "headrace:prefix_cache_queries": ("prefix_cache_queries", "prompt tokens looked up"),
     "headrace:prefix_cache_hits": ("prefix_cache_hits", "prompt tokens found in the cache"),
     "headrace:accounting_errors": ("accounting_errors", "block accounting mismatches, healed"),
+    "headrace:corrupted_requests": ("num_corrupted", "sequences that failed by non-finite logits"),
 }
 
 

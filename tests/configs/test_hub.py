@@ -36,6 +36,88 @@ def repository(revision: str) -> dict[str, bytes]:
     }
 
 
+class Answer(http.server.BaseHTTPRequestHandler):
+    """Answers for the hub that its server belongs to."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Server"
+
+    def do_GET(self) -> None:
+        self.server.hub.requests.append((self.command, self.path, self.headers.get("Range")))
+        self.server.hub.tokens.append(self.headers.get("Authorization"))
+        path = self.path.split("?")[0].strip("/").split("/")
+        repo = "/".join(path[2:4] if path[0] == "api" else path[:2])
+        if problem := self.server.hub.problem(repo):
+            status, headers = problem
+            return self.reply(status, b'{"error": "no"}', headers)
+        if path[0] == "api":
+            return self.api(path[4:])
+        return self.file(path[3], "/".join(path[4:]))
+
+    do_HEAD = do_GET
+
+    def api(self, rest: list[str]) -> None:
+        revision = rest[1] if len(rest) > 1 else "main"
+        sha = SHA.get(revision, revision)
+        if sha not in SHA.values():
+            return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        files = repository(sha)
+        if rest and rest[0] == "tree":
+            body: object = [
+                {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
+                for name, data in files.items()
+            ]
+        else:
+            siblings = [{"rfilename": name} for name in files]
+            body = {"id": "org/name", "sha": sha, "siblings": siblings}
+        return self.reply(200, json.dumps(body).encode(), {})
+
+    def file(self, revision: str, name: str) -> None:
+        sha = SHA.get(revision, revision)
+        data = repository(sha).get(name)
+        if data is None:
+            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+        headers = {
+            "ETag": f'"{etag(data)}"',
+            "X-Repo-Commit": sha,
+            "Accept-Ranges": "bytes",
+        }
+        cut = self.server.hub.cut_once and name == "model.safetensors" and self.command == "GET"
+        if cut:
+            self.server.hub.cut_once = False
+        requested = self.headers.get("Range")
+        if requested and self.command == "GET":
+            start = int(requested.removeprefix("bytes=").split("-")[0])
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            return self.reply(206, data[start:], headers, cut=cut)
+        return self.reply(200, data, headers, cut=cut)
+
+    def reply(
+        self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False
+    ) -> None:
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.wfile.flush()
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    hub: "Hub"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
+
+
 class Hub:
     """Answers huggingface_hub; `cut_once` breaks the first transfer of the weights half-way."""
 
@@ -43,85 +125,9 @@ class Hub:
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, Range
         self.tokens: list[str | None] = []
         self.cut_once = False
-        hub = self
-
-        class Answer(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                hub.requests.append((self.command, self.path, self.headers.get("Range")))
-                hub.tokens.append(self.headers.get("Authorization"))
-                path = self.path.split("?")[0].strip("/").split("/")
-                repo = "/".join(path[2:4] if path[0] == "api" else path[:2])
-                if problem := hub.problem(repo):
-                    status, headers = problem
-                    return self.reply(status, b'{"error": "no"}', headers)
-                if path[0] == "api":
-                    return self.api(path[4:])
-                return self.file(path[3], "/".join(path[4:]))
-
-            do_HEAD = do_GET
-
-            def api(self, rest: list[str]) -> None:
-                revision = rest[1] if len(rest) > 1 else "main"
-                sha = SHA.get(revision, revision)
-                if sha not in SHA.values():
-                    return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-                files = repository(sha)
-                if rest and rest[0] == "tree":
-                    body: object = [
-                        {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
-                        for name, data in files.items()
-                    ]
-                else:
-                    siblings = [{"rfilename": name} for name in files]
-                    body = {"id": "org/name", "sha": sha, "siblings": siblings}
-                return self.reply(200, json.dumps(body).encode(), {})
-
-            def file(self, revision: str, name: str) -> None:
-                sha = SHA.get(revision, revision)
-                data = repository(sha).get(name)
-                if data is None:
-                    return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-                headers = {
-                    "ETag": f'"{etag(data)}"',
-                    "X-Repo-Commit": sha,
-                    "Accept-Ranges": "bytes",
-                }
-                cut = hub.cut_once and name == "model.safetensors" and self.command == "GET"
-                if cut:
-                    hub.cut_once = False
-                requested = self.headers.get("Range")
-                if requested and self.command == "GET":
-                    start = int(requested.removeprefix("bytes=").split("-")[0])
-                    headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-                    return self.reply(206, data[start:], headers, cut=cut)
-                return self.reply(200, data, headers, cut=cut)
-
-            def reply(
-                self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False
-            ) -> None:
-                self.send_response(status)
-                for key, value in ({"Content-Length": str(len(body))} | headers).items():
-                    self.send_header(key, value)
-                self.end_headers()
-                if self.command == "HEAD":
-                    return
-                self.wfile.write(body[: len(body) // 2] if cut else body)
-                if cut:
-                    self.wfile.flush()
-                    self.close_connection = True
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass
 
         self.server = Server(("127.0.0.1", 0), Answer)
+        self.server.hub = self
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
