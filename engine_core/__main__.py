@@ -5,7 +5,6 @@ clean up, exit.
 """
 
 import argparse
-import contextlib
 import logging
 import os
 import select
@@ -46,18 +45,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     watch = (args.parent_pipe, args.parent_pid, args.socket.parent)
     threading.Thread(target=_watch_parent, args=watch, name="parent-watch", daemon=True).start()
-    stopped = threading.Event()
-    server_stop = stopped.set
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        nonlocal server_stop
-        if stopped.is_set():
-            os._exit(128 + signum)
-        stopped.set()
-        server_stop()
-
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, on_signal)
+        signal.signal(signum, _exit_at_once)
     logging.basicConfig(
         level=logging.INFO, format="%(levelname)s engine core: %(message)s", stream=sys.stderr
     )
@@ -70,22 +59,25 @@ def main(argv: list[str]) -> int:
         from headrace.executors.uniproc import preload
 
         preload()
-        server = start_server(sockets, stopped, PROCESS_ENTRY, imported=time.time())
+        server = start_server(sockets, PROCESS_ENTRY, imported=time.time())
         if server is None:
             return 1
-        server_stop = server.stop
-        if stopped.is_set():
-            server.stop()
         server.run()
     finally:
         sockets.close()
-    return 1 if stopped.is_set() else 0
+    return 0
+
+
+def _exit_at_once(signum: int, frame: FrameType | None) -> None:
+    """A graceful end is asked for by a message; a signal must not wait for the step in progress.
+
+    Nothing here outlives the process: the front end sees it end, and tells every request.
+    """
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    code = 1
-    with contextlib.suppress(KeyboardInterrupt):
-        code = main(sys.argv[1:])
+    code = main(sys.argv[1:])
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)  # torch's and ZMQ's threads have nothing left to do

@@ -121,14 +121,8 @@ class EngineCoreServer:
         self._open_choices: dict[str, set[int]] = {}
         self._stopping = False
 
-    def stop(self) -> None:
-        """Make `run` return after the step in progress; safe in a signal handler."""
-        self._stopping = True
-
     def run(self) -> None:
-        """Until a Shutdown message or `stop()`. An exception of the loop is told to all clients,
-        then raised.
-        """
+        """Until a Shutdown message. An exception of the loop is told to all clients and raised."""
         try:
             while not self._stopping:
                 self._take_messages()

@@ -1,12 +1,8 @@
-"""Start-up of an engine-core process: wait for its configuration, load, report phases or the reason
-of failure.
-"""
+"""Start-up of an engine-core process: wait for the configuration, load, report phases or faults."""
 
 import logging
 import os
-import queue
 import sys
-import threading
 import time
 
 from headrace.configs.errors import HeadraceError
@@ -19,13 +15,12 @@ from headrace.workers.protocol import RequestFault
 logger = logging.getLogger(__name__)
 
 
-def start_server(
-    sockets: SocketThread, stopped: threading.Event, entry: float, imported: float
-) -> EngineCoreServer | None:
-    """The loaded server, or None if it could not start (the parent has been told) or was stopped
-    meanwhile.
+def start_server(sockets: SocketThread, entry: float, imported: float) -> EngineCoreServer | None:
+    """The loaded server, or None if it could not start (the parent has been told) or must not.
+
+    `entry` and `imported`: when the process began to run our code, and when it had torch.
     """
-    client, hello = _wait_for_hello(sockets, stopped)
+    client, hello = _wait_for_hello(sockets)
     if hello is None:
         return None
     sys.path[:] = hello.sys_path
@@ -60,17 +55,11 @@ def start_server(
     return EngineCoreServer(core, sockets, client)
 
 
-def _wait_for_hello(
-    sockets: SocketThread, stopped: threading.Event
-) -> tuple[Identity, Hello | None]:
-    while not stopped.is_set():
-        try:
-            client, message = sockets.incoming.get(timeout=0.2)
-        except queue.Empty:
-            continue
+def _wait_for_hello(sockets: SocketThread) -> tuple[Identity, Hello | None]:
+    while True:
+        client, message = sockets.incoming.get()
         if isinstance(message, Hello):
             return client, message
         if isinstance(message, Shutdown):
             return client, None
         logger.warning("a message before Hello was ignored")
-    return b"", None

@@ -11,7 +11,8 @@ import time
 import urllib.error
 import urllib.request
 
-QUESTION = "What is the capital of France?"
+# The first word of a shorter question is a near tie, which bfloat16 may turn either way.
+QUESTION = "What is the capital of France? Answer in one sentence."
 EXPECTED = "Paris"
 START_TIMEOUT_S = 900  # the first start downloads the model
 

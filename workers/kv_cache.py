@@ -103,7 +103,7 @@ class KVCache:
             return
         self._toucher = threading.Thread(
             target=_populate_in_background,
-            args=(address, self.num_bytes, self._stop),
+            args=(self.pool, self._stop),
             name="headrace-kv-pages",
             daemon=True,
         )
@@ -141,7 +141,9 @@ def _populate(address: int, num_bytes: int) -> bool:
     return bool(madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
 
 
-def _populate_in_background(address: int, num_bytes: int, stop: threading.Event) -> None:
+def _populate_in_background(pool: torch.Tensor, stop: threading.Event) -> None:
+    """Holds on to `pool`, so that the memory cannot go while it works."""
+    address, num_bytes = pool.data_ptr(), pool.nbytes
     # On Linux a priority belongs to a thread: only this one yields to everything else.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     for start in range(0, num_bytes, _POPULATE_BYTES):

@@ -88,9 +88,8 @@ class Worker:
                 dtype,
             )
             available = (self._facts or cpu_facts()).memory_available
-            self._budget = plan_memory(
-                self.config, model.config, spec, model.num_weight_bytes, available
-            )
+            num_bytes = model.num_weight_bytes + model.num_rotary_bytes(model_config.max_model_len)
+            self._budget = plan_memory(self.config, model.config, spec, num_bytes, available)
             model.allocate(model_config.max_model_len)
             self._kv_cache = KVCache(spec, self._budget.num_blocks, dtype)
             self._kv_cache.start_touching()
@@ -139,6 +138,11 @@ class Worker:
         if self._runner is None:
             raise RuntimeError("init_kv_cache comes before execute_model")
         return self._runner.execute(step)
+
+    def shutdown(self) -> None:
+        """Stop what runs in the background; memory goes with the worker itself."""
+        if self._kv_cache is not None:
+            self._kv_cache.close()
 
     def _warm_up_steps(self, index: int, params: SamplingParams) -> Iterator[SchedulerOutput]:
         """A prompt, two decode steps, and the end."""

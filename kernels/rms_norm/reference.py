@@ -7,7 +7,6 @@ instead (the sum is exact to the same bit).
 """
 
 import torch
-from torch.nn import functional
 
 
 def rms_norm(
@@ -20,9 +19,9 @@ def rms_norm(
     """
     scale = weight + 1.0 if unit_offset else weight
     wide = x.float()
-    if scale.dim() == 1:
-        return functional.rms_norm(wide, (x.shape[-1],), scale, eps).to(x.dtype)
-    return (functional.rms_norm(wide, (x.shape[-1],), None, eps) * scale).to(x.dtype)
+    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inverse).mul_(scale).to(x.dtype)
 
 
 def add_rms_norm(

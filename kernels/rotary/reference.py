@@ -70,5 +70,5 @@ def apply_rotary_(x: torch.Tensor, angles: RotaryAngles) -> None:
     """Turn `x` [num_tokens, num_heads, head_dim] in place; float32 arithmetic, rounded once to the
     dtype of `x`.
     """
-    swapped = x.unflatten(-1, (2, x.shape[-1] // 2)).flip(-2).flatten(-2)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
     torch.addcmul(x * angles.cos, swapped, angles.sin, out=x)

@@ -11,9 +11,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,12 +74,13 @@ class Server:
             sys.executable, "-m", "headrace", "serve", str(model), "--served-model-name", "m",
             "--port", str(self.port), "--kv-cache-memory", KV_CACHE,
         ]  # fmt: skip
-        self.log = (temp / "server.log").open("w+")
-        self.process = subprocess.Popen(command, env=environment, stderr=self.log)
+        self.log = temp / f"server-{self.port}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=environment, stderr=log)
         wait_until(self.is_ready, 60, "the server is ready")
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.core = next(c for c in children if "headrace.engine_core" in " ".join(c.cmdline()))
-        self.everyone = [psutil.Process(self.process.pid), *children]
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        self.core = next(c for c in self.children if "headrace.engine_core" in c.cmdline())
+        self.everyone = [psutil.Process(self.process.pid), *self.children]
         self.events: list[str] = []
 
     def is_ready(self) -> bool:
@@ -128,6 +130,26 @@ class Server:
             self.events.append(repr(error))
 
 
+StartServer = Callable[[], Server]
+
+
+@pytest.fixture
+def start_server(smollm2_gguf: Path, tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers on the real model; kills what a failed test leaves."""
+    servers: list[Server] = []
+
+    def start() -> Server:
+        servers.append(Server(smollm2_gguf, tmp_path))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        for process in server.everyone:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        server.process.wait()
+
+
 @contextmanager
 def foreign_child() -> Iterator[psutil.Process]:
     """A process that is not ours, in our process group."""
@@ -136,11 +158,17 @@ def foreign_child() -> Iterator[psutil.Process]:
         child.kill()
 
 
-def assert_all_gone(processes: list[psutil.Process], temp: Path, shm: set[str]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+def assert_all_gone(
+    main: "subprocess.Popen[Any]", children: list[psutil.Process], temp: Path, shm: set[str]
+) -> int:
+    """Everything has ended within the deadline and left nothing; the exit code of `main`."""
+    began = time.monotonic()
+    code = main.wait(DEADLINE_S)  # by its parent: psutil would take the exit code away
+    _, alive = psutil.wait_procs(children, timeout=began + DEADLINE_S - time.monotonic())
     assert not alive, f"still alive after {DEADLINE_S} s: {alive}"
     wait_until(lambda: not run_directories(temp), DEADLINE_S, "the run directory is gone")
     assert shared_memory() <= shm
+    return code
 
 
 CASES = list(itertools.product(SIGNALS, PHASES))
@@ -148,14 +176,16 @@ IDS = [f"{s.name}-{p}" for s, p in CASES]
 
 
 @pytest.mark.parametrize(("number", "phase"), CASES, ids=IDS)
-def test_server(smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phase: str) -> None:
+def test_server(
+    start_server: StartServer, tmp_path: Path, number: signal.Signals, phase: str
+) -> None:
     shm = shared_memory()
     with foreign_child() as foreign:
-        server = Server(smollm2_gguf, tmp_path)
+        server = start_server()
         reader = server.enter(phase)
         server.process.send_signal(number)
-        assert_all_gone(server.everyone, tmp_path, shm)
-        assert server.process.wait() == (-9 if number == signal.SIGKILL else 0)
+        code = assert_all_gone(server.process, server.children, tmp_path, shm)
+        assert code == (-9 if number == signal.SIGKILL else 0)
         assert foreign.is_running() and foreign.status() != psutil.STATUS_ZOMBIE
         if reader is not None:
             reader.join(5)
@@ -167,16 +197,14 @@ def test_server(smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phas
 
 @pytest.mark.parametrize(("number", "phase"), CASES, ids=IDS)
 def test_engine_core(
-    smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phase: str
+    start_server: StartServer, tmp_path: Path, number: signal.Signals, phase: str
 ) -> None:
     shm = shared_memory()
-    server = Server(smollm2_gguf, tmp_path)
+    server = start_server()
     reader = server.enter(phase)
     server.core.send_signal(number)
-    assert_all_gone(server.everyone, tmp_path, shm)
-    assert server.process.wait() not in (0, None)
-    server.log.seek(0)
-    last_line = server.log.read().strip().splitlines()[-1]
+    assert assert_all_gone(server.process, server.children, tmp_path, shm) == 1
+    last_line = server.log.read_text().strip().splitlines()[-1]
     assert "engine core" in last_line
     if reader is None:
         return
@@ -207,36 +235,36 @@ def test_script(smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phas
     assert ours
     time.sleep(0 if phase == "idle" else 0.7)
     script.send_signal(number)
-    assert_all_gone([psutil.Process(script.pid), *ours], tmp_path, shm)
-    script.wait()
+    assert_all_gone(script, ours, tmp_path, shm)
     assert foreign.is_running()
     foreign.kill()
     script.stdout.close()
 
 
-def test_all_killed_at_one_instant(smollm2_gguf: Path, tmp_path: Path) -> None:
-    first = Server(smollm2_gguf, tmp_path)
+def test_all_killed_at_one_instant(start_server: StartServer, tmp_path: Path) -> None:
+    first = start_server()
     assert len(run_directories(tmp_path)) == 1
     for process in first.everyone:
         process.suspend()  # nobody may clean up for another
     for process in first.everyone:
         process.kill()
-    psutil.wait_procs(first.everyone, timeout=DEADLINE_S)
+    first.process.wait(DEADLINE_S)
+    assert not psutil.wait_procs(first.children, timeout=DEADLINE_S)[1]
     left = run_directories(tmp_path)
     assert len(left) == 1
-    second = Server(smollm2_gguf, tmp_path)
+    second = start_server()
     assert left[0] not in run_directories(tmp_path)
     second.process.send_signal(signal.SIGTERM)
     assert second.process.wait(DEADLINE_S) == 0
     assert run_directories(tmp_path) == []
 
 
-def test_two_servers_do_not_meet(smollm2_gguf: Path, tmp_path: Path) -> None:
-    first, second = (Server(smollm2_gguf, tmp_path) for _ in range(2))
+def test_two_servers_do_not_meet(start_server: StartServer, tmp_path: Path) -> None:
+    first, second = (start_server() for _ in range(2))
     assert len(run_directories(tmp_path)) == 2
     first.process.send_signal(signal.SIGKILL)
-    assert_gone = psutil.wait_procs(first.everyone, timeout=DEADLINE_S)[1]
-    assert not assert_gone
+    first.process.wait(DEADLINE_S)
+    assert not psutil.wait_procs(first.children, timeout=DEADLINE_S)[1]
     assert second.is_ready()
     second.process.send_signal(signal.SIGTERM)
     assert second.process.wait(DEADLINE_S) == 0

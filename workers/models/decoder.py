@@ -91,6 +91,10 @@ class Decoder(nn.Module):
     def num_weight_bytes(self) -> int:
         return sum(p.numel() * p.dtype.itemsize for p in self.parameters())
 
+    def num_rotary_bytes(self, max_model_len: int) -> int:
+        """Of the tables that `allocate` makes."""
+        return sum(2 * f.nbytes * max_model_len for f in self._frequencies)
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many tokens a query sees; None: all."""
