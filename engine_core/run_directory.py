@@ -12,10 +12,10 @@ import secrets
 import shutil
 import stat
 import tempfile
-import time
 from pathlib import Path
 
 from headrace.configs.errors import ConfigurationError
+from headrace.configs.process_times import process_start_time
 
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un.sun_path, without the final NUL
 _LOCK = "lock"
@@ -64,17 +64,6 @@ def reclaim_stale(base: Path) -> list[Path]:
     return removed
 
 
-def process_start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat), or None if
-    there is none.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (OSError, ValueError):
-        return None
-    return text.rpartition(")")[2].split()[19]
-
-
 def _private_base(parent: Path) -> Path:
     base = parent / f"headrace-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -99,14 +88,3 @@ def _is_locked(path: Path) -> bool:
         return True
     finally:
         os.close(lock)
-
-
-def process_creation_time(pid: int) -> float:
-    """Wall-clock time at which a process was created, in seconds since the epoch (resolution 10
-    ms).
-    """
-    start = process_start_time(pid)
-    if start is None:
-        raise ProcessLookupError(f"no process {pid}")
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - uptime + int(start) / os.sysconf("SC_CLK_TCK")

@@ -6,9 +6,9 @@ import sys
 import time
 
 from headrace.configs.errors import HeadraceError
+from headrace.configs.process_times import process_creation_time
 from headrace.engine_core.core import EngineCore
 from headrace.engine_core.messages import Hello, Shutdown, StartupFailed, StartupProgress
-from headrace.engine_core.run_directory import process_creation_time
 from headrace.engine_core.server import EngineCoreServer, Identity, SocketThread
 from headrace.workers.protocol import RequestFault
 

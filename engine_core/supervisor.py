@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from headrace.engine_core.run_directory import RunDirectory
@@ -24,6 +25,7 @@ class EngineCoreProcess:
     def __init__(self, epoch: int = 1) -> None:
         self.epoch = epoch
         self._run_directory = RunDirectory()
+        self.started = time.time()  # seconds since the epoch
         try:
             self.socket_path: Path = self._run_directory.socket_path(f"core-{epoch}.sock")
             self._popen, self._pipe = self._spawn()

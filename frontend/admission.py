@@ -91,7 +91,8 @@ class Admission:
             raise InvalidRequestError(
                 f"the prompt has {length} tokens and needs {length + 1} with one output token, but "
                 f"the KV cache holds {self._pool_tokens} (context length "
-                f"{self._model.max_model_len}); shorten the prompt or start the server with a larger --kv-cache-memory",
+                f"{self._model.max_model_len}); shorten the prompt or start with a larger "
+                "--kv-cache-memory",
                 "prompt",
             )
 

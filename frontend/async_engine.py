@@ -71,7 +71,11 @@ class AsyncEngine:
         args: EngineArgs,
         usage_context: UsageContext = UsageContext.API_SERVER,
         began: float | None = None,
+        process: EngineCoreProcess | None = None,
     ) -> None:
+        """`process`: the engine core, if the caller has started it already; `began`: when the
+        start-up clock started.
+        """
         self.state: State = "starting"
         self.report = StartupReport(began or time.time())
         self.renderer: Renderer
@@ -79,8 +83,7 @@ class AsyncEngine:
         self.config: EngineConfig
         self._args = args
         self._usage_context = usage_context
-        self._spawned = time.time()
-        self._process = EngineCoreProcess()  # imports torch while the rest here goes on
+        self._process = process or EngineCoreProcess()  # imports torch while we go on
         self._client: AsyncClient | None = None
         self._admission: Admission
         self._processor: OutputProcessor
@@ -137,7 +140,7 @@ class AsyncEngine:
         self._stats = EngineStats(num_free_blocks=ready.num_blocks, num_blocks=ready.num_blocks)
         self._receiver = asyncio.create_task(self._receive())
         self.state = "ready"
-        self.report.finish(self._spawned, ready.phases, core_ready)
+        self.report.finish(self._process.started, ready.phases, core_ready)
         logger.info("end-of-text tokens: %s", self._describe_eos())
         logger.info("%s", memory_table(ready.memory))
         logger.info("%s", self.report.table())

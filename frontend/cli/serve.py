@@ -4,12 +4,13 @@ import argparse
 import logging
 import os
 import signal
-import time
 from types import FrameType
 from typing import Any, NoReturn
 
 from headrace.configs.engine_args import DEFAULT_MODEL, AsyncEngineArgs, EngineArgs
 from headrace.configs.environment import API_KEY, read
+from headrace.configs.process_times import process_creation_time
+from headrace.engine_core.supervisor import EngineCoreProcess
 from headrace.frontend.http.listener import ServerOptions, bind_socket
 
 EXAMPLES = """examples:
@@ -74,7 +75,7 @@ def engine_args_of(args: argparse.Namespace) -> EngineArgs:
 
 def run(args: argparse.Namespace) -> int:
     """Bind the port, start the engine, serve. Raises HeadraceError."""
-    began = _process_start_time()
+    began = process_creation_time(os.getpid())
     log_to_stderr(logging.INFO)
     environment_key = read(API_KEY, os.environ)
     keys = args.api_key or ([environment_key] if environment_key else [])
@@ -82,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # until the server's loop has its own handlers
     try:
         with bind_socket(options) as listener:
+            process = EngineCoreProcess()  # imports torch while the rest is imported here
             from headrace.frontend.async_engine import AsyncEngine
 
-            engine = AsyncEngine(engine_args_of(args), began=began)  # loads while we import on
+            engine = AsyncEngine(engine_args_of(args), began=began, process=process)
             from headrace.frontend.http.server import serve
 
             return serve(engine, options, listener)
@@ -100,10 +102,3 @@ def log_to_stderr(level: int) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _process_start_time() -> float:
-    """When this process was created, in seconds since the epoch."""
-    import psutil
-
-    return min(psutil.Process().create_time(), time.time())

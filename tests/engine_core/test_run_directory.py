@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.configs.errors import ConfigurationError
-from headrace.engine_core.run_directory import (
-    RunDirectory,
-    process_creation_time,
-    process_start_time,
-)
+from headrace.configs.process_times import process_creation_time, process_start_time
+from headrace.engine_core.run_directory import RunDirectory
 
 
 def test_private_and_removed(tmp_path: Path) -> None:
