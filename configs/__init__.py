@@ -1,3 +1,4 @@
-"""Arguments, frozen configuration, sampling parameters, errors, model files. Imports nothing else
-of headrace.
+"""Arguments, frozen configuration, sampling parameters, errors, model files.
+
+Imports nothing else of headrace.
 """

@@ -28,10 +28,10 @@ class ModelConfig:
     dtype: DType
     max_model_len: int
     vocab_size: int  # width of the logits
-    eos_token_id: int | None  # the primary one: ends a request with stop_reason None
-    extra_eos_token_ids: tuple[
-        int, ...
-    ] = ()  # the rest of the union of tokenizer, model, generation files
+    # The union of what tokenizer, model and generation files say: the primary one, which ends a
+    # request with stop_reason None, and the rest.
+    eos_token_id: int | None
+    extra_eos_token_ids: tuple[int, ...] = ()
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
     seed: int | None = None

@@ -150,14 +150,11 @@ class EngineArgs:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
         if self.max_logprobs < 0:
             raise ConfigurationError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
-        for name, allowed in (
-            ("dtype", ["auto", *DTYPES]),
-            ("scheduling_policy", ["fcfs", "priority"]),
-            ("generation_config", ["auto", "headrace", "vllm"]),
-        ):
-            if getattr(self, name) not in allowed:
+        for field in dataclasses.fields(self):
+            choices, value = field.metadata["choices"], getattr(self, field.name)
+            if choices is not None and value not in choices:
                 raise ConfigurationError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                    f"{field.name} must be one of {', '.join(choices)}, got {value!r}"
                 )
 
     def _model_config(self, path: Path, info: ModelInfo) -> ModelConfig:
@@ -166,9 +163,7 @@ class EngineArgs:
                 f"max_model_len {self.max_model_len} is above the {info.max_model_len} tokens that "
                 f"{self.model} was trained for; give at most that"
             )
-        names = [self.served_model_name or self.model]
-        if isinstance(self.served_model_name, list):
-            names = list(self.served_model_name)
+        names = self.served_model_name or self.model
         dtype = cpu_facts().preferred_dtype if self.dtype == "auto" else DTYPES[self.dtype]
         defaults: dict[str, Any] = (
             dict(info.default_sampling_params) if self.generation_config == "auto" else {}
@@ -177,7 +172,7 @@ class EngineArgs:
             model=self.model,
             path=str(path),
             tokenizer_path=str(self.tokenizer or path),
-            served_model_names=tuple(cast(list[str], names)),
+            served_model_names=(names,) if isinstance(names, str) else tuple(names),
             architecture=info.architecture,
             hf_config=info.hf_config,
             dtype=dtype,
@@ -209,6 +204,4 @@ class EngineArgs:
 
 @dataclasses.dataclass
 class AsyncEngineArgs(EngineArgs):
-    """Arguments of an asynchronous engine."""
-
-    disable_log_requests: bool = option(False, "no log line per request", group="observability")
+    """Arguments of an asynchronous engine: those of any engine."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from headrace.configs.errors import ConfigurationError
 
 PREFIX = "HEADRACE_"
-# Kubernetes puts variables like HEADRACE_SERVICE_HOST and HEADRACE_PORT_8000_TCP_ADDR into pods
-# beside a service
-# named "headrace"; they are not ours.
+# Kubernetes puts variables like HEADRACE_SERVICE_HOST and HEADRACE_PORT_8000_TCP_ADDR into the pods
+# beside a service named "headrace"; they are not ours.
 _KUBERNETES = re.compile(r"HEADRACE_(?:.*_)?(?:SERVICE_(?:HOST|PORT.*)|PORT(?:_.*)?)")
 
 

@@ -1,6 +1,4 @@
-"""Options said once: a dataclass field carries its flag names, help and choices, and the CLI is
-made from it.
-"""
+"""Options said once: a dataclass field carries flag names, help and choices of its CLI flag."""
 
 import argparse
 import dataclasses
@@ -23,8 +21,9 @@ def option(
     choices: Sequence[str] | None = None,
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
-    """A dataclass field that is also a CLI flag. `flags` are further spellings beside
-    `--field-name`.
+    """A dataclass field that is also a CLI flag.
+
+    `flags` are further spellings beside `--field-name`.
     """
     metadata = {
         "help": help,
@@ -50,8 +49,9 @@ def parse_size(text: str) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser, owner: type, *, skip: Sequence[str] = ()) -> None:
-    """Add one flag per option field of the dataclass `owner`, in its groups. Absent flags leave the
-    default.
+    """Add one flag per option field of the dataclass `owner`, in its groups.
+
+    Absent flags leave the default.
     """
     hints = typing.get_type_hints(owner)
     groups: dict[str, Any] = {}
@@ -81,9 +81,7 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
 
 
 def _base_type(hint: Any) -> tuple[type, bool]:
-    """The scalar type of an annotation like `int | None` or `str | list[str] | None`, and whether
-    it may be a list.
-    """
+    """The scalar type of `int | None` or `str | list[str] | None`, and whether it may be a list."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
         is_list = any(typing.get_origin(part) is list for part in parts)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 def process_start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat), or None if
-    there is none.
+    """Start time of a process in clock ticks since boot, or None if there is none.
+
+    Field 22 of /proc/PID/stat.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -17,9 +18,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 def process_creation_time(pid: int) -> float:
-    """Wall-clock time at which a process was created, in seconds since the epoch (resolution 10
-    ms).
-    """
+    """Wall-clock time at which a process was created: seconds since the epoch, to 10 ms."""
     start = process_start_time(pid)
     if start is None:
         raise ProcessLookupError(f"no process {pid}")

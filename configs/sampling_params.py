@@ -34,8 +34,9 @@ class SamplingType(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=False):
-    """How to sample one request. Raises ValueError (TypeError for a `top_k` of another type) on a
-    bad value.
+    """How to sample one request.
+
+    Raises ValueError (TypeError for a `top_k` of another type) on a bad value.
 
     Fields, ranges and order follow the public API; `n` sequences are sampled, each by its own
     random stream.
@@ -185,8 +186,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Fals
         return copy.deepcopy(self, memo)
 
     def add_eos_token_ids(self, eos_token_id: int | None, extra: tuple[int, ...]) -> None:
-        """Apply the model's EOS set to this (private) copy; extra ids act as stop tokens unless
-        `ignore_eos`.
+        """Apply the model's EOS set to this (private) copy.
+
+        All but `eos_token_id` act as stop tokens, unless `ignore_eos`.
         """
         eos = {token for token in (eos_token_id, *extra) if token is not None}
         self._all_stop_token_ids.update(eos)

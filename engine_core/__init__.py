@@ -1,3 +1,4 @@
-"""Engine core: requests in, token ids out. Scheduler, KV-cache bookkeeping, step loop, processes
-and clients.
+"""Engine core: requests in, token ids out.
+
+Scheduler, KV-cache bookkeeping, step loop, processes and clients.
 """

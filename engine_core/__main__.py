@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 PROCESS_ENTRY = time.time()  # before the imports below, which take most of a second
-
-
 PARENT_POLL_S = 0.5
 
 

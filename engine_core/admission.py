@@ -1,5 +1,4 @@
-"""The core's own fence: a request that is malformed or can never fit is refused before anything is
-kept of it.
+"""The core's own fence: what is malformed or can never fit is refused before anything is kept.
 
 The front end checks the same things earlier and with friendlier messages; this fence is what keeps
 the step loop safe whoever sends the request.

@@ -1,5 +1,4 @@
-"""The pool of KV blocks: reference counts, free lists, and the prefix cache's map from key to
-block.
+"""The pool of KV blocks: reference counts, free lists, the prefix cache's map of keys.
 
 A block is in exactly one of three places: in use (reference count above 0), free and cached (its
 content can still be found by key), or free and blank. Blank blocks are handed out first, then the
@@ -26,9 +25,7 @@ class BlockPool:
         self._block_of: dict[BlockKey, int] = {}
         self._key_of: dict[int, BlockKey] = {}
         self._tainted: set[int] = set()  # in use, and to be zeroed once free
-        self._to_zero: dict[
-            int, None
-        ] = {}  # free, and to be zeroed before the next step writes them
+        self._to_zero: dict[int, None] = {}  # free, and to be zeroed by the next step
 
     @property
     def num_free(self) -> int:
@@ -79,9 +76,7 @@ class BlockPool:
         return self._block_of.get(key)
 
     def register(self, block: int, key: BlockKey) -> None:
-        """Make a full, computed block findable; nothing happens if another block has that content
-        already.
-        """
+        """Make a full, computed block findable, unless another block has that content already."""
         if key in self._block_of or block in self._key_of or block in self._tainted:
             return
         self._block_of[key] = block
@@ -128,9 +123,7 @@ class BlockPool:
             self._block_of.pop(key, None)
 
     def check(self, references: Mapping[int, int]) -> list[str]:
-        """Compare with the references that really exist; describe every mismatch, then heal them
-        all.
-        """
+        """Compare with the references that really exist; describe the mismatches and heal them."""
         problems = [
             f"block {block} has reference count {count}, but {references.get(block, 0)} holders"
             for block, count in enumerate(self._ref_counts)
@@ -162,8 +155,9 @@ class BlockPool:
         return problems
 
     def _heal(self, references: Mapping[int, int], free: Sequence[int]) -> None:
-        """Take the holders' word for what is in use, and forget the prefix cache, whose content is
-        in doubt.
+        """Take the holders' word for what is in use.
+
+        The prefix cache is forgotten: its content is in doubt.
         """
         self._block_of.clear()
         self._key_of.clear()

@@ -1,5 +1,4 @@
-"""Clients of an engine core: in the same process, or in its own process with a blocking or an
-asyncio interface.
+"""Clients of an engine core: in-process, or of a process, blocking or asyncio.
 
 All have the same calls. A dead engine core raises EngineDeadError, a failed start-up the error that
 the core named.
@@ -66,7 +65,8 @@ class InprocClient:
         return _result_value(self._core.call(UtilityCall(0, method)))
 
     def close(self) -> None:
-        """Nothing to end: the engine core goes with the object."""
+        """Stop what runs in the background; the rest of the engine core goes with the object."""
+        self._core.close()
 
 
 class SyncClient:
@@ -151,8 +151,9 @@ class SyncClient:
 
 
 class AsyncClient:
-    """Asyncio client of an engine-core process, which it ends in `close()`. Use it on one event
-    loop.
+    """Asyncio client of an engine-core process, which it ends in `close()`.
+
+    Use it on one event loop.
     """
 
     def __init__(self, process: EngineCoreProcess) -> None:
@@ -183,8 +184,9 @@ class AsyncClient:
         await self._send(AbortRequest(request_id, index))
 
     async def get_outputs(self) -> EngineCoreOutputs:
-        """Wait for the outputs of a step. One task at a time; answers to calls are handed out
-        meanwhile.
+        """Wait for the outputs of a step.
+
+        One task at a time; answers to calls are handed out meanwhile.
         """
         while True:
             message = await self._receive()
@@ -222,6 +224,9 @@ class AsyncClient:
     def _on_death(self) -> None:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self._died.set()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(_death(self._process)))
 
     async def _send(self, message: ToCore) -> None:
         if self._closed or self._died.is_set():
@@ -283,9 +288,8 @@ def _result_value(result: UtilityResult) -> Any:
 
 
 def _death(process: EngineCoreProcess) -> str:
-    deadline = (
-        time.monotonic() + 0.5
-    )  # the socket can close a moment before the process can be waited for
+    # The socket can close a moment before the process can be waited for.
+    deadline = time.monotonic() + 0.5
     while process.exit_code is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return (

@@ -47,8 +47,9 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
-        """Queue a request. One that is refused gets its error as outputs, and nothing else is
-        touched.
+        """Queue a request.
+
+        One that is refused gets its error as outputs, and nothing else is touched.
         """
         try:
             self._scheduler.add_request(request)
@@ -112,8 +113,10 @@ class EngineCore:
         return UtilityResult(call.call_id, value)
 
     def idle_check(self) -> None:
-        """Look for block-accounting mismatches while nothing runs; the scheduler heals and counts
-        them.
-        """
+        """Check the block accounting while nothing runs; mismatches are healed and counted."""
         for problem in self._scheduler.check_integrity():
             logger.error("block accounting: %s (healed)", problem)
+
+    def close(self) -> None:
+        """Stop what runs in the background, where the process goes on without this object."""
+        self._executor.shutdown()

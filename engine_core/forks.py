@@ -1,5 +1,4 @@
-"""`n > 1`: children that wait for the first choice's prompt, and children that hold shared blocks
-while they wait.
+"""`n > 1`: children wait for the first choice's prompt, then hold shared blocks until they run.
 
 What a waiting child holds is a favour: it is the first thing given back when blocks are short, and
 the child is then an ordinary waiting choice.
@@ -34,8 +33,9 @@ class Forks:
             parent.request.fork_children[child.id.index] = child
 
     def fork_children(self, parent: Choice) -> list[Choice]:
-        """The step being made completes the parent's prompt: its children get their blocks, as far
-        as these reach. Returns them; they are ready to be queued.
+        """Give the children of a parent whose prompt is complete in this step their blocks.
+
+        As far as blocks reach. Returns the children; they are ready to be queued.
         """
         children = self.orphan(parent)
         for child in children:
@@ -56,9 +56,7 @@ class Forks:
         return children
 
     def end(self, choice: Choice) -> list[Choice]:
-        """A choice ends: takes back what it held as a waiting child; returns children it leaves
-        behind.
-        """
+        """A choice ends: take back what it held while waiting; returns the children it leaves."""
         self.release(choice)
         if choice.waits_for is WaitsFor.FORK_PARENT:
             del choice.request.fork_children[choice.id.index]
@@ -74,8 +72,9 @@ class Forks:
             child.num_computed_tokens = 0
 
     def release_last(self, after: Rank | None = None) -> bool:
-        """Take back the blocks of the last ranked holder, if it ranks after `after`; False if there
-        is none.
+        """Take back the blocks of the last ranked holder, if it ranks after `after`.
+
+        False if there is none.
         """
         last = max(self._holders, key=lambda choice: choice.rank, default=None)
         if last is None or (after is not None and last.rank <= after):
@@ -94,8 +93,9 @@ class Forks:
         self._holders.pop(child, None)
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies for the next step. They run before anything is written, so their sources are
-        let go now.
+        """The copies for the next step.
+
+        They run before anything is written, so their sources are let go now.
         """
         copies = self.pending_copies()
         self._kv.release_copy_sources(copies)

@@ -1,5 +1,6 @@
-"""KV-cache bookkeeping: block tables of all groups, prefix hits, forks. The scheduler sees tokens,
-never blocks.
+"""KV-cache bookkeeping: block tables of all groups, prefix hits, forks.
+
+The scheduler sees tokens, never blocks.
 
 Groups share one pool. A "full" group keeps every block; a "sliding" group gives back blocks that
 fell out of its window, and a prefix hit needs only those of its blocks that the window still
@@ -18,8 +19,9 @@ from headrace.workers.protocol import BlockCopy, KVCacheSpec
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """The longest cached prefix: `num_blocks` leading blocks, of which sliding groups need only the
-    last ones.
+    """The longest cached prefix: `num_blocks` leading blocks.
+
+    Of these, sliding groups need only the last ones.
     """
 
     num_blocks: int
@@ -28,8 +30,9 @@ class PrefixHit:
 
 
 class KVCacheManager:
-    """Owns the block pool and the tables of all choices. Whatever it gives a choice, `free` takes
-    back.
+    """Owns the block pool and the tables of all choices.
+
+    Whatever it gives a choice, `free` takes back.
     """
 
     def __init__(
@@ -40,9 +43,7 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         max_step_tokens: int,
     ) -> None:
-        """`num_blocks` includes the null block; `max_step_tokens` bounds what one choice gets in
-        one step.
-        """
+        """`num_blocks` includes the null block; `max_step_tokens`: the most for one choice."""
         self.block_size = spec.block_size
         self._windows = [g.window if g.kind == "sliding" else None for g in spec.groups]  # tokens
         self._enable_prefix_caching = enable_prefix_caching
@@ -120,8 +121,9 @@ class KVCacheManager:
         return min(num_blocks, _ceil_div(window - 1, self.block_size))
 
     def admission_cost(self, choice: Choice, held: ChoiceBlocks | PrefixHit) -> int:
-        """Free blocks it takes for a choice that has, or would start from, `held` to hold all its
-        known tokens.
+        """Free blocks that it takes for a choice, starting from `held`, to hold all known tokens.
+
+        `held`: what it has, or the hit that it would start from.
         """
         length = _ceil_div(choice.num_tokens, self.block_size)
         cost = 0
@@ -168,8 +170,11 @@ class KVCacheManager:
         return True
 
     def _drop_out_of_window(self, blocks: ChoiceBlocks, num_computed: int) -> None:
-        """Give back what no query from token `num_computed` on can see. Steps run in order, so
-        that steps handed out earlier have read it before anything overwrites it."""
+        """Give back what no query from token `num_computed` on can see.
+
+        Steps run in order, so that steps handed out earlier have read it before anything overwrites
+        it.
+        """
         for group, window in enumerate(self._windows):
             if window is None:
                 continue
@@ -192,8 +197,9 @@ class KVCacheManager:
         return [table[sent:] for table in blocks.tables]
 
     def fork(self, parent: Choice, child: Choice) -> list[BlockCopy] | None:
-        """Let `child` share the parent's blocks of all prompt tokens but the last, which it
-        computes itself.
+        """Let `child` share the parent's blocks of all prompt tokens but the last.
+
+        The last one it computes itself.
 
         Full blocks are shared; a last, partly filled one is to be copied by the returned copies,
         before the next step writes anything. Their sources stay referenced until
@@ -227,9 +233,7 @@ class KVCacheManager:
         self._pool.release([copy.source for copy in copies])
 
     def commit(self, choice: Choice, num_tokens: int) -> None:
-        """Offer to the prefix cache the full blocks of the first `num_tokens` tokens: computed, and
-        known.
-        """
+        """Offer the full blocks of the first `num_tokens`, known and computed, for reuse."""
         blocks = choice.blocks
         num_full = num_tokens // self.block_size
         if blocks is None or num_full <= blocks.num_committed:
@@ -265,8 +269,9 @@ class KVCacheManager:
         self._pool.taint(block_ids)
 
     def reset_prefix_cache(self, choices: Iterable[Choice]) -> None:
-        """Forget all cached prefixes; `choices`, computed in part, add nothing until they start
-        afresh.
+        """Forget all cached prefixes.
+
+        `choices`, computed in part, add nothing until they start afresh.
         """
         self._pool.forget_all()
         for choice in choices:
@@ -274,9 +279,7 @@ class KVCacheManager:
                 choice.blocks.may_commit = False
 
     def check(self, choices: Iterable[Choice], copies: Iterable[BlockCopy]) -> list[str]:
-        """Compare the pool with the tables of all choices and the sources of pending copies, and
-        heal it.
-        """
+        """Compare the pool with all tables and the sources of pending copies, and heal it."""
         references = Counter(copy.source for copy in copies)
         for choice in choices:
             for table in choice.blocks.tables if choice.blocks else ():

@@ -23,9 +23,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChoiceState(msgspec.Struct, array_like=True):
-    """A choice to run and the output tokens of it that were already accepted (empty unless
-    replayed).
-    """
+    """A choice to run, and its output tokens that were accepted already (none unless replayed)."""
 
     index: int
     output_token_ids: list[int] = []

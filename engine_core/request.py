@@ -1,5 +1,4 @@
-"""Request state in the engine core: a `Request` as it was admitted, and a `Choice` for each
-sequence it runs.
+"""Request state in the engine core: a `Request` as admitted, a `Choice` per sequence.
 
 A choice is the unit of scheduling. `num_computed_tokens` chases `num_tokens`; chunked prefill,
 prefix hits, decoding, replay and resumption after preemption are all that one pursuit.

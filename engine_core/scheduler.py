@@ -7,6 +7,7 @@ the sampled token counts as pending. Steps are executed in the order in which th
 so blocks can be given away as soon as their holder ends.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from headrace.workers.protocol import (
     SchedulerOutput,
     TokenLogprobs,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -96,8 +99,9 @@ class Scheduler:
         return self._limits.max_pool_tokens
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises InvalidRequestError, and keeps nothing, if it is malformed or can
-        never fit.
+        """Queue a request.
+
+        Raises InvalidRequestError, and keeps nothing, if it is malformed or can never fit.
         """
         self._limits.check(request)
         if request.request_id in self._requests:
@@ -169,24 +173,12 @@ class Scheduler:
             if index is None or choice.id.index == index
         ]
 
-    def fail_request(
-        self, request_id: str, index: int, fault: RequestFault
-    ) -> EngineCoreOutput | None:
-        """End one choice with an error; its blocks are zeroed before reuse. None if the choice is
-        unknown.
-        """
-        request = self._requests.get(request_id)
-        choice = request.choices.get(index) if request else None
-        return self._fail(choice, fault) if choice else None
-
     def has_unfinished_requests(self) -> bool:
         """Whether any choice has not ended."""
         return bool(self._requests)
 
     def has_work(self) -> bool:
-        """Whether `schedule` may have something to hand out, now or after results: choices, or ids
-        to forget.
-        """
+        """Whether `schedule` may have something to hand out, now or later."""
         return bool(self._requests or self._finished)
 
     def stats(self) -> EngineStats:
@@ -207,8 +199,9 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. Choices in progress keep their blocks and cache nothing from
-        now on.
+        """Forget every cached prefix.
+
+        Choices in progress keep their blocks and cache nothing from now on.
 
         Always possible, so always True.
         """
@@ -216,8 +209,7 @@ class Scheduler:
         return True
 
     def check_integrity(self, *, fatal: bool = False) -> list[str]:
-        """Compare block accounting with who really holds blocks; describe, count and heal
-        mismatches.
+        """Compare block accounting with the holders of blocks; describe, count and heal mismatches.
 
         `fatal`, for debugging, raises RuntimeError instead of returning them.
         """
@@ -312,23 +304,37 @@ class Scheduler:
             choice.num_in_flight -= 1
             if choice.status is Status.FINISHED:
                 continue
-            fault = output.failed.get(choice.id)
-            sampled = output.sampled.get(choice.id)
-            if fault is None and len(sampled.token_ids if sampled else ()) != record.samples:
-                fault = RequestFault(
-                    "request_failed",
-                    f"the worker returned {len(sampled.token_ids) if sampled else 0} tokens where"
-                    f" {int(record.samples)} were due",
-                )
-            if fault is not None:
-                outputs.append(self._fail(choice, fault))
-                continue
-            self._kv.commit(choice, record.num_computed_tokens)  # nothing if it was preempted
-            if sampled is not None and record.samples:
-                outputs.append(self._accept(choice, sampled))
-            if choice.waits_for is WaitsFor.RESULTS and not choice.num_in_flight:
-                self._resume(choice)
+            num_known = len(choice.token_ids)
+            try:
+                result = self._take_result(record, output)
+            except Exception as error:  # the fence: one choice's fault ends that choice alone
+                if choice.request.choices.get(choice.id.index) is not choice:
+                    raise  # it broke while it ended: the books may be wrong
+                logger.exception("the result of %s could not be accounted for", choice.id)
+                del choice.token_ids[num_known:]  # the front end was not told of these
+                message = f"internal error: {type(error).__name__}"
+                result = self._fail(choice, RequestFault("request_failed", message))
+            if result is not None:
+                outputs.append(result)
         return outputs
+
+    def _take_result(self, record: _InFlight, output: ModelRunnerOutput) -> EngineCoreOutput | None:
+        choice = record.choice
+        fault = output.failed.get(choice.id)
+        sampled = output.sampled.get(choice.id)
+        num_sampled = len(sampled.token_ids) if sampled else 0
+        if fault is None and num_sampled != record.samples:
+            fault = RequestFault(
+                "request_failed",
+                f"the worker returned {num_sampled} tokens where {int(record.samples)} were due",
+            )
+        if fault is not None:
+            return self._fail(choice, fault)
+        self._kv.commit(choice, record.num_computed_tokens)  # nothing if it was preempted
+        result = self._accept(choice, sampled) if sampled is not None and record.samples else None
+        if choice.waits_for is WaitsFor.RESULTS and not choice.num_in_flight:
+            self._resume(choice)
+        return result
 
     def _accept(self, choice: Choice, sampled: SampledTokens) -> EngineCoreOutput:
         choice.num_pending -= 1
@@ -344,8 +350,9 @@ class Scheduler:
             self._planner.enqueue(choice)
 
     def _distrust(self, step: SchedulerOutput) -> None:
-        """Part of a step failed, perhaps all of it: give its other orders again, and let waiting
-        fork children, whose copies it may have held, start afresh.
+        """Part of a step failed, perhaps all of it: give its other orders again.
+
+        Waiting fork children, whose copies it may have held, start afresh.
         """
         self._kv.zero_again(step.blocks_to_zero)
         self._finished += step.finished

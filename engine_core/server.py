@@ -37,8 +37,9 @@ IDLE_CHECK_S = 1.0  # how long the loop waits for work before it looks at the bl
 
 
 class SocketThread:
-    """Owns the ROUTER socket. `incoming` yields (client, message); `send` may be called by one
-    other thread.
+    """Owns the ROUTER socket.
+
+    `incoming` yields (client, message); `send` may be called by one other thread.
     """
 
     def __init__(self, socket_path: Path, epoch: int) -> None:
@@ -109,9 +110,7 @@ class SocketThread:
 
 
 class EngineCoreServer:
-    """The step loop: takes messages, steps while there is work, routes outputs to the client that
-    asked.
-    """
+    """The step loop: takes messages, steps while there is work, routes outputs to their client."""
 
     def __init__(self, core: EngineCore, sockets: SocketThread, client: Identity) -> None:
         self._core = core
@@ -152,9 +151,7 @@ class EngineCoreServer:
         self._clients.add(client)
         match message:
             case EngineCoreRequest():
-                self._owners[message.request_id] = client
-                self._open_choices[message.request_id] = {c.index for c in message.choices}
-                self._route(self._core.add_request(message))
+                self._add_request(client, message)
             case AbortRequest():
                 outputs = self._core.abort(message.request_id, message.index)
                 self._route(outputs, stats_to_all=bool(outputs))
@@ -165,10 +162,23 @@ class EngineCoreServer:
             case Hello():
                 logger.warning("a second Hello was ignored")
 
+    def _add_request(self, client: Identity, request: EngineCoreRequest) -> None:
+        indexes = {choice.index for choice in request.choices}
+        if not indexes or request.request_id in self._owners:
+            # No front end of ours sends these; an answer would end the request that runs.
+            logger.error("ignored request %s: no choices, or its id is in use", request.request_id)
+            return
+        self._owners[request.request_id] = client
+        self._open_choices[request.request_id] = indexes
+        self._route(self._core.add_request(request))
+
     def _route(self, outputs: list[EngineCoreOutput], stats_to_all: bool = False) -> None:
         by_client: dict[Identity, list[EngineCoreOutput]] = {}
         for output in outputs:
-            by_client.setdefault(self._owners[output.request_id], []).append(output)
+            owner = self._owners.get(output.request_id)
+            if owner is None:  # it named a choice twice and was refused for that
+                continue
+            by_client.setdefault(owner, []).append(output)
             if output.finish_reason is not None:
                 self._close_choice(output.request_id, output.index)
         stats = self._core.stats()

@@ -32,8 +32,9 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Decides who runs, who waits and who is preempted. Costs O(running + scheduled), never
-    O(waiting).
+    """Decides who runs, who waits and who is preempted.
+
+    Costs O(running + scheduled), never O(waiting).
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, forks: Forks) -> None:
@@ -94,8 +95,9 @@ class StepPlanner:
                 plan.owed_blocks += self._kv.owed_blocks(choice)
 
     def _wanted(self, choice: Choice, plan: StepPlan, reserve: int) -> int:
-        """Tokens for one choice, leaving `reserve` for those after it if possible; 0 if its last
-        token is pending.
+        """Tokens for one choice; 0 if its last token is pending.
+
+        `reserve`: to be left for those after it, if possible.
         """
         num_tokens = len(choice.token_ids) + choice.num_pending
         if num_tokens >= choice.max_total_tokens:
@@ -109,8 +111,9 @@ class StepPlanner:
         return min(num_new, limit)
 
     def _make_room(self, choice: Choice, num_tokens: int, plan: StepPlan) -> bool:
-        """Get blocks for a running choice: from the pool, else from waiting fork children, else by
-        preempting the last ranked. False if that was the choice itself.
+        """Get blocks for a running choice; False if it was preempted itself.
+
+        From the pool, else from waiting fork children, else by preempting the last ranked.
         """
         while not self._kv.allocate(choice, num_tokens):
             if self._forks.release_last():
@@ -122,8 +125,10 @@ class StepPlanner:
         return True
 
     def _plan_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting choices in order. One that does not fit may be overtaken `max_bypasses`
-        times; then nothing behind it is admitted until it fits.
+        """Admit waiting choices in order.
+
+        One that does not fit may be overtaken `max_bypasses` times; then nothing behind it is
+        admitted until it fits.
         """
         misfits: list[Choice] = []
         while plan.budget > 0 and len(misfits) < MAX_MISFITS:
@@ -220,8 +225,9 @@ class StepPlanner:
                 plan.budget -= num_more
 
     def _preempt(self, choice: Choice, plan: StepPlan) -> None:
-        """Take a running choice's blocks; it starts again from its tokens, once those in flight are
-        known.
+        """Take a running choice's blocks.
+
+        It starts again from its tokens, once those in flight are known.
         """
         self._remove_running(choice)
         plan.budget += plan.counts.pop(choice, 0)

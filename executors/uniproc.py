@@ -11,9 +11,7 @@ DEFAULT_WORKER = "headrace.workers.worker:Worker"
 
 
 def preload(worker_class: str = DEFAULT_WORKER) -> None:
-    """Import what the workers need (torch takes seconds), while the configuration is still on its
-    way.
-    """
+    """Import what workers need (torch takes seconds) while the configuration is on its way."""
     importlib.import_module(worker_class.partition(":")[0])
 
 
@@ -25,9 +23,7 @@ class UniprocExecutor:
         self._worker: Any = getattr(importlib.import_module(module), name)(config)
 
     def start(self, progress: Callable[[str], None]) -> WorkerInfo:
-        """Load the model and set the KV cache up; `progress` is told the name of each phase as it
-        begins.
-        """
+        """Load the model and set up the KV cache; `progress` is told each phase as it begins."""
         progress("device")
         self._worker.init_device()
         progress("weights")
@@ -39,8 +35,13 @@ class UniprocExecutor:
         return info
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step. An exception here concerns the whole batch; single faults are in the
-        output.
+        """Run one step.
+
+        An exception here concerns the whole batch; single faults are in the output.
         """
         output: ModelRunnerOutput = self._worker.execute_model(step)
         return output
+
+    def shutdown(self) -> None:
+        """Stop what the worker runs in the background."""
+        self._worker.shutdown()

@@ -1,5 +1,6 @@
-"""Admission: the first fence. A rendered prompt and its parameters become an `EngineCoreRequest`,
-or an error.
+"""Admission: the first fence.
+
+A rendered prompt and its parameters become an `EngineCoreRequest`, or an error.
 
 Everything that can be known to be wrong is refused here, with the value and the range; what passes
 needs no further checks. `max_tokens` is clamped to what the window and the KV pool can hold; a
@@ -21,6 +22,7 @@ _UNSUPPORTED: dict[str, object] = {  # field -> its neutral value
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "prompt_logprobs": None,
+    "spaces_between_special_tokens": True,
     "logits_processors": None,
     "truncate_prompt_tokens": None,
     "guided_decoding": None,

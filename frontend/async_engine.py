@@ -11,7 +11,7 @@ from typing import Any, Literal
 from headrace.configs.config import EngineConfig, ModelConfig
 from headrace.configs.engine_args import EngineArgs, UsageContext
 from headrace.configs.errors import EngineDeadError, EngineNotReadyError, HeadraceError
-from headrace.configs.sampling_params import SamplingParams
+from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.engine_core.client import AsyncClient
 from headrace.engine_core.messages import EngineStats
 from headrace.engine_core.supervisor import EngineCoreProcess
@@ -19,17 +19,19 @@ from headrace.frontend.admission import Admission, RenderedPrompt
 from headrace.frontend.output_processor import OutputProcessor
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.renderer import Renderer
-from headrace.frontend.startup_report import StartupReport, memory_table
+from headrace.frontend.startup_report import StartupReport, log_model_facts, memory_table
 from headrace.frontend.stats_line import StatsLine
+from headrace.frontend.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-State = Literal["starting", "ready", "draining", "dead"]
+EngineState = Literal["starting", "ready", "draining", "dead"]
 
 
 class _Stream:
-    """Outputs of one request on their way to its consumer. A slow consumer gets them merged, not
-    queued.
+    """Outputs of one request on their way to its consumer.
+
+    A slow consumer gets them merged, not queued.
     """
 
     def __init__(self, merges_deltas: bool) -> None:
@@ -69,20 +71,16 @@ class AsyncEngine:
     def __init__(
         self,
         args: EngineArgs,
-        usage_context: UsageContext = UsageContext.API_SERVER,
         began: float | None = None,
         process: EngineCoreProcess | None = None,
     ) -> None:
-        """`process`: the engine core, if the caller has started it already; `began`: when the
-        start-up clock started.
-        """
-        self.state: State = "starting"
+        """`process`: the engine core, if it was started already; `began`: of the start-up clock."""
+        self.state: EngineState = "starting"
         self.report = StartupReport(began or time.time())
         self.renderer: Renderer
         self.model_config: ModelConfig
         self.config: EngineConfig
         self._args = args
-        self._usage_context = usage_context
         self._process = process or EngineCoreProcess()  # imports torch while we go on
         self._client: AsyncClient | None = None
         self._admission: Admission
@@ -94,19 +92,6 @@ class AsyncEngine:
         self._last_step_time = time.monotonic()
         self._stats_line = StatsLine()
         self._dead: asyncio.Future[HeadraceError] | None = None
-
-    @classmethod
-    def from_engine_args(
-        cls, args: EngineArgs, usage_context: UsageContext = UsageContext.API_SERVER
-    ) -> "AsyncEngine":
-        return cls(args, usage_context)
-
-    async def __aenter__(self) -> "AsyncEngine":
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.stop()
 
     async def start(self) -> None:
         """Resolve the model, load the tokenizer beside the engine core, wait until both are ready.
@@ -123,7 +108,8 @@ class AsyncEngine:
         self._dead = asyncio.get_running_loop().create_future()
         self._client = AsyncClient(self._process)
         began = time.time()
-        self.config = await asyncio.to_thread(self._args.create_engine_config, self._usage_context)
+        make_config = self._args.create_engine_config
+        self.config = await asyncio.to_thread(make_config, UsageContext.API_SERVER)
         self.report.add_overlapped("resolve model", began)
         self.model_config = self.config.model_config
         loading = asyncio.create_task(self._load_renderer())
@@ -141,7 +127,7 @@ class AsyncEngine:
         self._receiver = asyncio.create_task(self._receive())
         self.state = "ready"
         self.report.finish(self._process.started, ready.phases, core_ready)
-        logger.info("end-of-text tokens: %s", self._describe_eos())
+        log_model_facts(self.model_config, self.tokenizer)
         logger.info("%s", memory_table(ready.memory))
         logger.info("%s", self.report.table())
 
@@ -151,13 +137,8 @@ class AsyncEngine:
         self.report.add_overlapped("tokenizer", began)
         return renderer
 
-    def _describe_eos(self) -> str:
-        ids = [self.model_config.eos_token_id, *self.model_config.extra_eos_token_ids]
-        names = {i: self.tokenizer.id_to_token(i) for i in ids if i is not None}
-        return ", ".join(f"{i} {name!r}" for i, name in names.items()) or "none"
-
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         return self.renderer.tokenizer
 
     async def generate(
@@ -179,7 +160,7 @@ class AsyncEngine:
             prompt.token_ids, params, arrival_time=time.time(), priority=priority,
             cache_salt=cache_salt,
         )  # fmt: skip
-        stream = _Stream(merges_deltas=params.output_kind == 1)
+        stream = _Stream(merges_deltas=params.output_kind is RequestOutputKind.DELTA)
         self._streams[request.request_id] = stream
         self._processor.add(request, request_id, prompt.text, params.output_kind)
         if len(self._processor) == 1:
@@ -275,10 +256,6 @@ class AsyncEngine:
     def num_requests(self) -> int:
         """Requests this front end follows."""
         return len(self._processor) if self.state == "ready" else 0
-
-    @property
-    def core_pid(self) -> int:
-        return self._process.pid
 
     async def call(self, method: str) -> Any:
         """Run a utility of the engine core (`EngineCore.UTILITIES`)."""

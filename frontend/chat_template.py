@@ -67,8 +67,7 @@ def render_chat(
     chat_template: str | None = None,
     limits: TemplateLimits = DEFAULT_LIMITS,
 ) -> RenderedChat:
-    """Render `messages` with `chat_template` (the operator's) or the model's own, and encode the
-    text.
+    """Render `messages` with `chat_template` (the operator's) or the model's own, and encode.
 
     Raises InvalidRequestError: no template, bad messages, an error raised by the template, a limit
     passed.

@@ -18,7 +18,8 @@ from headrace.frontend.admission import Admission, RenderedPrompt
 from headrace.frontend.output_processor import OutputProcessor
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.renderer import Renderer, prompt_of
-from headrace.frontend.startup_report import StartupReport, memory_table
+from headrace.frontend.sampling_defaults import applied_defaults, default_max_tokens
+from headrace.frontend.startup_report import StartupReport, log_model_facts, memory_table
 from headrace.frontend.stats_line import StatsLine
 from headrace.frontend.tokenizers import Tokenizer
 
@@ -44,6 +45,7 @@ class LLM:
         self._processor = OutputProcessor(self._renderer.tokenizer)
         self._stats_line = None if args.disable_log_stats else StatsLine()
         self.request_counter = itertools.count()
+        log_model_facts(self.model_config, self._renderer.tokenizer)
         logger.info("%s", memory_table(self._client.ready.memory))
         logger.info("%s", self.report.table())
 
@@ -85,10 +87,10 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A fresh `SamplingParams` with the defaults of the model's generation config."""
-        defaults = dict(self.model_config.default_sampling_params)
-        if "max_new_tokens" in defaults:
-            defaults["max_tokens"] = defaults.pop("max_new_tokens")
-        return SamplingParams(**defaults)
+        defaults = self.model_config.default_sampling_params
+        params = SamplingParams(**applied_defaults(defaults))
+        params.max_tokens = default_max_tokens(defaults) or params.max_tokens
+        return params
 
     def generate(
         self,
@@ -143,6 +145,8 @@ class LLM:
         params = self._params_per_prompt(sampling_params, len(prompts))
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"priority has {len(priority)} entries for {len(prompts)} prompts")
+        for warning in dict.fromkeys(text for prompt in prompts for text in prompt.warnings):
+            logger.warning("%s", warning)
         ids: list[str] = []
         numbers: dict[str, int] = {}
         try:

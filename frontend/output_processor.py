@@ -4,6 +4,7 @@ One `OutputProcessor` serves all requests of a front end. A request's state live
 until its last choice ends or it is dropped; nothing about a request is kept after that.
 """
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,8 @@ from headrace.frontend.detokenizer import IncrementalDetokenizer
 from headrace.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from headrace.frontend.stop_strings import StopStrings
 from headrace.workers.protocol import TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -36,9 +39,7 @@ class Processed:
 
 
 class ChoiceText:
-    """Text of one choice, token by token, so that the result never depends on how steps cut the
-    tokens.
-    """
+    """Text of one choice, token by token: how steps cut the tokens never matters."""
 
     def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.index = index
@@ -176,9 +177,7 @@ class RequestState:
         return must_abort
 
     def output(self, changed: set[int]) -> RequestOutput | None:
-        """What to hand out after `changed` choices moved; None if the output kind asks for nothing
-        now.
-        """
+        """What to hand out after `changed` choices moved; None: nothing now, by the output kind."""
         if self.kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         delta = self.kind is RequestOutputKind.DELTA
@@ -219,12 +218,10 @@ class OutputProcessor:
         """Forget a request (its consumer went away); unknown ids are ignored."""
         self._states.pop(request_id, None)
 
-    def request_ids(self) -> list[str]:
-        return list(self._states)
-
     def process(self, outputs: list[EngineCoreOutput]) -> dict[str, Processed]:
-        """Take one step's outputs; results by (internal) request id. Outputs of unknown ids are
-        ignored.
+        """Take one step's outputs; results by (internal) request id.
+
+        Outputs of unknown ids are ignored.
         """
         changed: dict[str, set[int]] = {}
         results: dict[str, Processed] = {}
@@ -243,8 +240,8 @@ class OutputProcessor:
                 continue
             try:
                 must_abort = state.push(output)
-            except RequestFailedError as error:
-                self._fail(state, None, error, result)
+            except Exception as error:  # the fence: one request's fault ends that request alone
+                self._fail(state, None, _failure(error), result)
                 continue
             if must_abort is None:
                 continue
@@ -271,6 +268,13 @@ class OutputProcessor:
             if choice.finish_reason is None and choice.index != ended
         ]
         del self._states[state.request.request_id]
+
+
+def _failure(error: Exception) -> HeadraceError:
+    if isinstance(error, HeadraceError):
+        return error
+    logger.error("outputs of a request could not be processed", exc_info=error)
+    return RequestFailedError(f"internal error: {type(error).__name__}")
 
 
 def _unseen(

@@ -1,5 +1,6 @@
-"""`Renderer`: prompts and chat messages to token ids. CPU work runs in a bounded pool, never on an
-event loop.
+"""`Renderer`: prompts and chat messages to token ids.
+
+CPU work runs in a bounded pool, never on an event loop.
 """
 
 import asyncio

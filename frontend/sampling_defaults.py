@@ -14,6 +14,12 @@ def applied_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {name: defaults[name] for name in DEFAULTED_FIELDS if defaults.get(name) is not None}
 
 
+def default_max_tokens(defaults: Mapping[str, Any]) -> int | None:
+    """The model's own length limit of an answer, for requests that give none."""
+    limit = defaults.get("max_tokens")
+    return limit if isinstance(limit, int) else None
+
+
 def unapplied_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The part that would change answers but cannot be applied; worth a warning."""
     return {

@@ -29,9 +29,7 @@ class SpellingSet:
         self.max_length = max(map(len, words), default=0)
 
     def split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """`text` in pieces, each with whether it is a special token's spelling (the longest that
-        fits).
-        """
+        """`text` in pieces, each with whether it is a special token's spelling (the longest)."""
         start = 0
         for match in self.pattern.finditer(text) if self.pattern else ():
             if match.start() > start:
@@ -49,8 +47,9 @@ def spelling_set(spellings: tuple[str, ...]) -> SpellingSet:
 
 
 class SpellingGuard:
-    """Marks spellings in user values for one rendering; `end_mark` is one more private character,
-    for the caller.
+    """Marks spellings in user values for one rendering.
+
+    `end_mark` is one more private character, for the caller.
     """
 
     def __init__(self, spellings: SpellingSet, user_values: Any, template_source: str) -> None:
@@ -67,9 +66,7 @@ class SpellingGuard:
         self._marks = re.compile(f"[{chr(first)}-{chr(first + len(alphabet))}]")
 
     def mark(self, value: Any) -> Any:
-        """A copy of `value` (any JSON value) whose strings and keys no longer spell a special
-        token.
-        """
+        """A copy of `value` (any JSON value) whose strings and keys spell no special token."""
         if isinstance(value, str):
             return value if value in PLAIN_ROLES else self._mark_text(value)
         if isinstance(value, dict):

@@ -61,8 +61,9 @@ class CompiledTemplate:
         self._template = jinja2.Template.from_code(environment, code, environment.globals)
 
     def render(self, variables: Mapping[str, Any], limits: TemplateLimits = DEFAULT_LIMITS) -> str:
-        """The rendered text. Raises InvalidRequestError for an error raised by the template, or
-        past a limit.
+        """The rendered text.
+
+        Raises InvalidRequestError for an error raised by the template, or past a limit.
         """
         budget = _Budget(limits)
         pieces: list[str] = []
@@ -130,9 +131,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; here it is
-    transparent.
-    """
+    """`{% generation %}…{% endgeneration %}` marks text to train on; here it is transparent."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -188,9 +187,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether some `for` walks a message's content (directly, or through a variable or macro
-    argument).
-    """
+    """Whether some `for` walks a message's content, itself or by a variable or macro argument."""
     names = {"content"}
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):

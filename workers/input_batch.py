@@ -101,8 +101,9 @@ class RequestTable:
         return self._add(change) if isinstance(change, NewRequestData) else self._update(change)
 
     def schedule(self, state: ChoiceState, num_tokens: int) -> None:
-        """Let the next step compute `num_tokens`. Raises ValueError if tokens or blocks do not
-        reach that far.
+        """Let the next step compute `num_tokens`.
+
+        Raises ValueError if tokens or blocks do not reach that far.
         """
         state.num_scheduled = num_tokens
         start, end = state.num_computed_tokens, state.context_end
@@ -163,8 +164,9 @@ class RequestTable:
 
 @dataclass(frozen=True)
 class InputBatch:
-    """One step's flat token batch: decode rows first, by falling context length, then longer
-    chunks.
+    """One step's flat token batch.
+
+    Decode rows come first, by falling context length, then longer chunks.
 
     `sampled` are the choices that get a token, `sampled_rows` their last rows in the batch.
     """

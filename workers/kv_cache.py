@@ -91,8 +91,9 @@ class KVCache:
         return self.spec.block_bytes * self.num_blocks
 
     def start_touching(self) -> None:
-        """Back the memory with pages from a low-priority thread; it changes no contents, so serving
-        may begin.
+        """Back the memory with pages from a low-priority thread.
+
+        That changes no contents, so serving may begin.
 
         Where the system cannot do that, every page is written here and now; call it before the
         first step.

@@ -56,17 +56,16 @@ def plan_memory(
             f"{_mib(-left)} short. {_smaller_model_hint(config, num_weight_bytes, available)}"
         )
     smallest = spec.block_bytes * (len(spec.groups) + 1)  # one block per group and the null block
-    wanted, flag = _wanted_kv_bytes(config, spec, left)
+    wanted = _wanted_kv_bytes(config, spec, left)
     if wanted > left:
         raise InsufficientMemoryError(
-            f"{flag} asks for {wanted} bytes of KV cache, but after the weights "
-            f"({num_weight_bytes}) and a step's activations ({activations}) only {left} of "
-            f"{available} bytes are left. Start with --kv-cache-memory {left} or less"
+            f"{_kv_flag(config, spec, wanted)} asks for {wanted} bytes of KV cache, but after the "
+            f"weights ({num_weight_bytes}) and a step's activations ({activations}) only {left} "
+            f"of {available} bytes are left. Start with {_kv_flag(config, spec, left)} or less"
         )
     if wanted < smallest:
-        fix = (
-            f"--kv-cache-memory {smallest} would start" if smallest <= left else "free some memory"
-        )
+        flag = _kv_flag(config, spec, smallest)
+        fix = f"{flag} would start" if smallest <= left else "Free some memory"
         raise InsufficientMemoryError(
             f"the KV cache gets {wanted} bytes ({left} are left of {available}), but a sequence of "
             f"one block of {spec.block_size} tokens needs {smallest}. {fix}"
@@ -77,18 +76,23 @@ def plan_memory(
     )
 
 
-def _wanted_kv_bytes(config: EngineConfig, spec: KVCacheSpec, left: int) -> tuple[int, str]:
-    """Bytes of KV cache to take, and the option they come from."""
+def _wanted_kv_bytes(config: EngineConfig, spec: KVCacheSpec, left: int) -> int:
+    """Bytes of KV cache to take."""
     cache = config.cache_config
     if cache.num_blocks is not None:
-        return cache.num_blocks * spec.block_bytes, f"num_blocks {cache.num_blocks}"
+        return cache.num_blocks * spec.block_bytes
     if cache.kv_cache_memory_bytes is not None:
-        wanted = cache.kv_cache_memory_bytes
-        return wanted, f"--kv-cache-memory {wanted}"
+        return cache.kv_cache_memory_bytes
     per_sequence = -(-config.model_config.max_model_len // spec.block_size) * len(spec.groups)
     num_blocks = config.scheduler_config.max_num_seqs * per_sequence + 1
-    wanted = min(num_blocks * spec.block_bytes, int(left * _KV_SHARE), _KV_DEFAULT_MAX)
-    return wanted, "the default size"
+    return min(num_blocks * spec.block_bytes, int(left * _KV_SHARE), _KV_DEFAULT_MAX)
+
+
+def _kv_flag(config: EngineConfig, spec: KVCacheSpec, num_bytes: int) -> str:
+    """The option that decides in this configuration, with the value that takes `num_bytes`."""
+    if config.cache_config.num_blocks is not None:
+        return f"--num-gpu-blocks-override {num_bytes // spec.block_bytes}"
+    return f"--kv-cache-memory {num_bytes}"
 
 
 def _activation_bytes(config: EngineConfig, decoder: DecoderConfig) -> int:

@@ -25,9 +25,11 @@ from headrace.workers.sampler import SampledRow, Sampler
 
 
 class ModelRunner:
-    """Owns the request table and drives the model. Two fences keep a fault with its choice: one
-    around the preparation of each choice, one around the sampling of each row. A failure of the
-    forward pass itself concerns the whole batch and is raised.
+    """Owns the request table and drives the model.
+
+    Two fences keep a fault with its choice: one around the preparation of each choice, one around
+    the sampling of each row. A failure of the forward pass itself concerns the whole batch and is
+    raised.
     """
 
     def __init__(self, model: Decoder, kv_cache: KVCache) -> None:

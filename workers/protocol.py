@@ -1,5 +1,6 @@
-"""The step contract between scheduler, executor and workers. Torch-free, so that executors and
-engine core are too.
+"""The step contract between scheduler, executor and workers.
+
+Torch-free, so that executors and engine core are too.
 
 One step: `Scheduler.schedule()` makes a `SchedulerOutput`, which says only what changed; the worker
 applies it to its persistent request table, runs the model once over a flat token batch and answers
@@ -37,8 +38,9 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True):
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """What the KV cache of a model needs. All groups' pages have one byte size, so that they share
-    one pool.
+    """What the KV cache of a model needs.
+
+    All groups' pages have one byte size, so that they share one pool.
 
     Buffer b (of `num_buffers`) has shape [num_blocks, 2, block_size, num_kv_heads, head_dim]; block
     ids index the first axis, and block 0 is the null block: it stands for pages that are never
@@ -98,8 +100,9 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step. A choice is in `new_requests` or `cached_requests` exactly when it has scheduled
-    tokens.
+    """One step.
+
+    A choice is in `new_requests` or `cached_requests` exactly when it has scheduled tokens.
 
     Application order: finished, zero, copies, new, cached, forward. A row is sampled exactly when
     the scheduled tokens reach the choice's last known-or-pending token (`num_computed +

@@ -36,8 +36,9 @@ _MAX_TOUCH_WAIT_S = 2.0  # what is left then goes on in the background
 
 
 class Worker:
-    """Runs a model on this machine's CPUs. Calls come in the order of the methods below, from one
-    thread.
+    """Runs a model on this machine's CPUs.
+
+    Calls come in the order of the methods below, from one thread.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -67,8 +68,7 @@ class Worker:
         logger.info("%s", self._facts.describe())
 
     def load_model(self, progress: Callable[[str], None]) -> None:
-        """Size everything, allocate it, and copy the weights; pages of the KV cache are touched
-        meanwhile.
+        """Size everything, allocate it and copy the weights; KV-cache pages are touched meanwhile.
 
         Raises `InsufficientMemoryError` before anything is allocated, `ModelFileError` for a bad
         file.
@@ -102,8 +102,9 @@ class Worker:
         self._model = model
 
     def init_kv_cache(self) -> WorkerInfo:
-        """Join model and cache to a runner and report. `phases` gets the warm-up's seconds when
-        that is done.
+        """Join model and cache to a runner and report.
+
+        `phases` gets the warm-up's seconds when that is done.
         """
         if self._model is None or self._kv_cache is None or self._budget is None:
             raise RuntimeError("load_model comes before init_kv_cache")
@@ -120,8 +121,7 @@ class Worker:
         )
 
     def warm_up(self) -> None:
-        """Run prefill, decode and every kind of sampling once, so that the first request is not
-        slower than others.
+        """Run prefill, decode and every kind of sampling once: the first request is not slower.
 
         Uses blocks of the empty cache and leaves them zeroed.
         """
@@ -132,8 +132,9 @@ class Worker:
                         logger.warning("warm-up: %s", fault.message)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step. An exception here concerns the whole batch; single faults are in the
-        output.
+        """Run one step.
+
+        An exception here concerns the whole batch; single faults are in the output.
         """
         if self._runner is None:
             raise RuntimeError("init_kv_cache comes before execute_model")

@@ -1,1 +1,1 @@
-
+"""Model files: finding, fetching and reading them, without torch."""

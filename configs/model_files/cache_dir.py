@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-CACHE_VARIABLE = "HEADRACE_CACHE"
+from headrace.configs.environment import CACHE, read
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """$HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace. The directory need
-    not exist.
+    """$HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace.
+
+    The directory need not exist.
 
     Empty variables count as absent, and so does an XDG_CACHE_HOME that is not absolute (XDG base
     directory specification).
     """
-    if own := environ.get(CACHE_VARIABLE):
+    if own := read(CACHE, environ):
         return Path(own).expanduser().absolute()
     xdg = Path(environ.get("XDG_CACHE_HOME", ""))
     if xdg.is_absolute():

@@ -297,13 +297,6 @@ class _Metadata(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._values  # without decoding
 
-    def num_items(self, key: str) -> int | None:
-        """Length of the array `key`, without decoding it; None if there is no such array."""
-        value = self._values.get(key)
-        if isinstance(value, _Array):
-            return value.count
-        return len(value) if isinstance(value, list | np.ndarray) else None
-
     def _decode(self, key: str, array: _Array) -> Any:
         if array.item_type != _STRING:
             dtype = np.dtype(_SCALARS[array.item_type].format)

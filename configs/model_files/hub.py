@@ -62,8 +62,9 @@ def download(
     download_dir: Path | None = None,
     progress: bool = True,
 ) -> Path:
-    """The snapshot directory (or the .gguf file in it) of `name` at `revision` (branch, tag or
-    commit; None: main).
+    """Fetch `name`; returns its snapshot directory, or the .gguf file in it.
+
+    `revision`: a branch, tag or commit; None: main.
 
     `token` None: the one of HF_TOKEN or the login, if there is one; True: that one is required;
     False: none. `download_dir` replaces the hub's cache directory. Files that are there already are

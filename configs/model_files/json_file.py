@@ -34,3 +34,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path}: holds a JSON {type(value).__name__}, not an object. Download it again"
         )
     return value
+
+
+def read_optional_json_object(path: Path) -> dict[str, Any]:
+    """The object in `path`, or {} if there is no such file. Raises as `read_json_object`."""
+    return read_json_object(path) if path.exists() else {}

@@ -13,10 +13,7 @@ from headrace.configs.errors import ModelFileError
 from headrace.configs.model_files.gguf import GGUFFile
 from headrace.configs.model_files.gguf_config import hf_config_from_gguf
 from headrace.configs.model_files.hf_config import normalize_hf_config
-from headrace.configs.model_files.json_file import read_json_object
-from headrace.configs.model_files.weight_layout import weight_layout
-
-_DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+from headrace.configs.model_files.json_file import read_json_object, read_optional_json_object
 
 # Name in generation_config.json -> name in SamplingParams, whether it is an int, lowest and highest
 # value.
@@ -55,21 +52,13 @@ class ModelInfo:
     eos_token_id: int | None  # the primary one
     extra_eos_token_ids: tuple[int, ...] = ()  # ascending
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
-    checkpoint_dtype: str | None = None  # None: quantized, or not said
-
-    def num_parameters(self) -> int:
-        """Numbers in all weights; a tied head counts once."""
-        return sum(math.prod(spec.shape) for spec in weight_layout(self.hf_config).values())
-
-    def num_weight_bytes(self, dtype: str) -> int:
-        """Bytes that the weights take in memory as "float32", "bfloat16" or "float16"."""
-        return self.num_parameters() * _DTYPE_BYTES[dtype]
 
 
 def read_model_info(path: Path) -> ModelInfo:
-    """Read a directory (`config.json`, with `generation_config.json` and `tokenizer_config.json` if
-    they are there) or a GGUF file. Raises `ModelFileError` if the model is missing, damaged or not
-    supported; reads no weights.
+    """What a model directory or a GGUF file says about itself; reads no weights.
+
+    Of a directory: `config.json`, and `generation_config.json` and `tokenizer_config.json` if they
+    are there. Raises `ModelFileError` if the model is missing, damaged or not supported.
     """
     path = Path(path)
     if path.is_dir():
@@ -79,11 +68,9 @@ def read_model_info(path: Path) -> ModelInfo:
 
 def _from_directory(directory: Path) -> ModelInfo:
     source = directory / "config.json"
-    raw = read_json_object(source)
-    config = normalize_hf_config(raw, str(source))
-    generation = _optional_json(directory / "generation_config.json")
-    tokenizer = _optional_json(directory / "tokenizer_config.json")
-    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    config = normalize_hf_config(read_json_object(source), str(source))
+    generation = read_optional_json_object(directory / "generation_config.json")
+    tokenizer = read_optional_json_object(directory / "tokenizer_config.json")
     eos = [
         *_token_ids(_tokenizer_eos(directory, tokenizer)),
         *_token_ids(generation.get("eos_token_id")),
@@ -95,7 +82,6 @@ def _from_directory(directory: Path) -> ModelInfo:
         max_model_len=_max_model_len(config, tokenizer.get("model_max_length")),
         eos=eos,
         sampling=_sampling_params(generation, sampling_source),
-        dtype=dtype if dtype in _DTYPE_BYTES else None,
     )
 
 
@@ -112,15 +98,11 @@ def _from_gguf(path: Path) -> ModelInfo:
             for key, name in _GGUF_SAMPLING_KEYS.items()
             if key in file.metadata
         }
-        types = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return _model_info(
         config,
         max_model_len=_max_model_len(config, None),
         eos=eos,
         sampling=_sampling_params(generation, str(path)),
-        dtype={"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(types.pop())
-        if len(types) == 1
-        else None,
     )
 
 
@@ -130,12 +112,9 @@ def _model_info(
     max_model_len: int,
     eos: Iterable[int],
     sampling: dict[str, Any],
-    dtype: str | None,
 ) -> ModelInfo:
     vocab_size = config["vocab_size"]
-    known = [
-        token for token in dict.fromkeys(eos) if token < vocab_size
-    ]  # others are never sampled
+    known = [token for token in dict.fromkeys(eos) if token < vocab_size]  # others never come up
     return ModelInfo(
         architecture=config["architectures"][0],
         hf_config=config,
@@ -144,13 +123,13 @@ def _model_info(
         eos_token_id=known[0] if known else None,
         extra_eos_token_ids=tuple(sorted(known[1:])),
         default_sampling_params=sampling,
-        checkpoint_dtype=dtype,
     )
 
 
 def _max_model_len(config: Mapping[str, Any], tokenizer_limit: object) -> int:
-    """Positions the model was made for: rescaled rotary embeddings reach further than
-    `max_position_embeddings`.
+    """Positions the model was made for.
+
+    Rescaled rotary embeddings reach further than `max_position_embeddings`.
 
     Llama 3.1, longrope and Gemma 3 already count the rescaling in `max_position_embeddings`.
     """
@@ -193,10 +172,6 @@ def _shortest_float(value: Any) -> Any:
 def _token_ids(value: object) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [token for token in values if type(token) is int and token >= 0]
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.exists() else {}
 
 
 class _AddedToken(msgspec.Struct):

@@ -1,6 +1,4 @@
-"""What a download says on stderr: bars on a terminal, plain lines elsewhere, nothing when it is
-off.
-"""
+"""What a download says on stderr: bars on a terminal, plain lines elsewhere."""
 
 import contextlib
 import sys

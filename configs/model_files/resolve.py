@@ -19,8 +19,7 @@ def resolve_model(
     download_dir: Path | None = None,
     progress: bool = True,
 ) -> Path:
-    """The model directory or `.gguf` file that `name` stands for, fetched when it is not on this
-    machine yet.
+    """The model directory or `.gguf` file that `name` stands for, fetched if it is not here yet.
 
     In this order: an existing path (a directory with one .gguf file and no config.json stands for
     that file), an alias, and `org/name` or `org/name:FILE.gguf` on the hub. `revision`, `token` and

@@ -1,1 +1,1 @@
-
+"""The `headrace` command; a module per sub-command."""

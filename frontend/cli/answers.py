@@ -16,7 +16,7 @@ from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs
 from headrace.configs.errors import ConfigurationError, RequestFailedError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.cli.serve import add_model_argument, engine_args_of, log_to_stderr
-from headrace.frontend.sampling_defaults import applied_defaults
+from headrace.frontend.sampling_defaults import applied_defaults, default_max_tokens
 
 CONNECT_TIMEOUT_S = 30.0
 Message = dict[str, str]
@@ -182,13 +182,17 @@ class LocalModel:
         return self._pieces(self._engine.renderer.render_completion(prompt), options)
 
     def _pieces(self, rendering: Any, options: AnswerOptions) -> Generator[str, None, None]:
-        sampling = applied_defaults(self._engine.model_config.default_sampling_params)
+        defaults = self._engine.model_config.default_sampling_params
+        sampling = applied_defaults(defaults)
+        max_tokens = options.max_tokens
+        if max_tokens is None:
+            max_tokens = default_max_tokens(defaults)
         if options.temperature is not None:
             sampling["temperature"] = options.temperature
         try:
             params = SamplingParams(
                 **sampling,
-                max_tokens=options.max_tokens,
+                max_tokens=max_tokens,
                 output_kind=RequestOutputKind.DELTA,
             )
         except ValueError as error:

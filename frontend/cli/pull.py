@@ -21,7 +21,7 @@ _SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the sub-command; its `run` default is `run`."""
+    """Add the `pull` command."""
     parser = subparsers.add_parser(
         "pull",
         help="download models into the cache",
@@ -37,13 +37,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--list", action="store_true", help="list the aliases and leave")
     parser.add_argument("--force", action="store_true", help="download an alias again")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0, 1 when a model could not be fetched, 2 for wrong arguments, 130 or 143 after a
-    signal.
-    """
+    """Exit code 0; 1: a model could not be fetched; 2: wrong arguments; 130 or 143: a signal."""
     if args.list:
         _print_list()
         return 0

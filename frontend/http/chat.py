@@ -25,6 +25,7 @@ from headrace.frontend.http.responses import (
 )
 from headrace.frontend.http.sampling import make_sampling_params
 from headrace.frontend.outputs import CompletionOutput
+from headrace.frontend.sampling_defaults import default_max_tokens
 
 
 async def create_chat_completion(call: Call) -> Response:
@@ -54,8 +55,7 @@ def _max_tokens(body: ChatBody, config: ModelConfig) -> int | None:
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if given is not None:
         return given
-    default = config.default_sampling_params.get("max_new_tokens")
-    return default if isinstance(default, int) else None
+    return default_max_tokens(config.default_sampling_params)
 
 
 def _num_logprobs(body: ChatBody) -> int | None:

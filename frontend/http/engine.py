@@ -1,16 +1,15 @@
 """What the HTTP API needs of an engine: `AsyncEngine`, or a scripted one in tests."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from headrace.configs.config import ModelConfig
 from headrace.configs.errors import HeadraceError
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import EngineStats
 from headrace.frontend.admission import RenderedPrompt
+from headrace.frontend.async_engine import EngineState
 from headrace.frontend.outputs import RequestOutput
-
-EngineState = Literal["starting", "ready", "draining", "dead"]
 
 
 class PromptRenderer(Protocol):

@@ -14,7 +14,6 @@ from headrace.frontend.http.app import create_app
 from headrace.frontend.http.engine import ServingEngine
 from headrace.frontend.http.listener import ServerOptions, url_of
 from headrace.frontend.http.server_state import ServerState
-from headrace.frontend.sampling_defaults import unapplied_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +82,6 @@ class _Server:
         """Start the engine and wait until it dies; always ends with an exception."""
         await self._engine.start()
         config = self._engine.model_config
-        end_ids = [config.eos_token_id, *config.extra_eos_token_ids]
-        logger.info("token ids that end a sequence: %s", [i for i in end_ids if i is not None])
-        if config.default_sampling_params:
-            logger.info("sampling defaults of the model: %s", config.default_sampling_params)
-        unapplied = unapplied_defaults(config.default_sampling_params)
-        if unapplied:
-            logger.warning("sampling defaults that are not applied yet: %s", unapplied)
         logger.info("ready: %s on %s", config.served_model_name, self._url)
         raise await self._engine.wait_dead()
 

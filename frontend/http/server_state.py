@@ -1,9 +1,10 @@
-"""What all routes share: the engine, whether the server is going down, keys and metrics."""
+"""What all routes share: the engine, whether the server is going down, metrics."""
 
 import asyncio
 
 from headrace.configs.errors import EngineDeadError, EngineNotReadyError
-from headrace.frontend.http.engine import EngineState, ServingEngine
+from headrace.frontend.async_engine import EngineState
+from headrace.frontend.http.engine import ServingEngine
 from headrace.frontend.http.metrics import ServerMetrics
 
 

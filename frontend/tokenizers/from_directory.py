@@ -1,12 +1,12 @@
 """Read the tokenizer of a model directory: tokenizer.json and the small files beside it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from headrace.configs.errors import ModelFileError
+from headrace.configs.model_files.json_file import read_optional_json_object
 from headrace.frontend.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 
 _NAMED_TOKENS = (
@@ -33,9 +33,7 @@ def load_directory(directory: Path) -> Tokenizer:
     config = _read_config(directory)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except (
-        Exception
-    ) as error:  # the library raises plain Exception for whatever is wrong with the file
+    except Exception as error:  # the library's plain Exception, whatever is wrong with the file
         raise ModelFileError(
             f"{file}: not a usable tokenizer.json: {error}; download it again"
         ) from None
@@ -46,10 +44,8 @@ def load_directory(directory: Path) -> Tokenizer:
             f"{directory}: an added token in added_tokens.json or tokenizer_config.json is "
             f"malformed: {error!r}"
         ) from None
-    bos, eos = (
-        _named_token(backend, config, "bos_token"),
-        _named_token(backend, config, "eos_token"),
-    )
+    bos = _named_token(backend, config, "bos_token")
+    eos = _named_token(backend, config, "eos_token")
     facts = TokenizerFacts(
         source=str(directory),
         bos_token_id=bos[1] if bos else None,
@@ -75,33 +71,18 @@ def _missing_message(directory: Path) -> str:
 
 def _read_config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json, with the tokens of special_tokens_map.json where it names none."""
-    config = _read_json(directory / "tokenizer_config.json")
-    for key, value in _read_json(directory / "special_tokens_map.json").items():
+    config = read_optional_json_object(directory / "tokenizer_config.json")
+    more = read_optional_json_object(directory / "special_tokens_map.json")
+    for key, value in more.items():
         config.setdefault(key, value)
     return config
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, {} if there is no such file; ModelFileError for anything else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelFileError(
-            f"{file}: cannot be read as JSON: {error}; download it again"
-        ) from None
-    if not isinstance(content, dict):
-        raise ModelFileError(
-            f"{file}: expected a JSON object, found {type(content).__name__}; download it again"
-        )
-    return content
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, directory: Path, config: dict[str, Any]) -> None:
     """Tokens that only the configuration files know, then the special flag of those they name."""
     by_id: dict[int, tokenizers.AddedToken] = {}
-    for content, token_id in _read_json(directory / "added_tokens.json").items():
+    added = read_optional_json_object(directory / "added_tokens.json")
+    for content, token_id in added.items():
         by_id[int(token_id)] = tokenizers.AddedToken(str(content), normalized=False)
     decoder = config.get("added_tokens_decoder")
     for token_id, entry in decoder.items() if isinstance(decoder, dict) else ():
@@ -163,8 +144,9 @@ def _named_token(
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template.json, else tokenizer_config.json; of named templates
-    the default.
+    """chat_template.jinja, else chat_template.json, else tokenizer_config.json.
+
+    Of named templates the default one.
     """
     try:
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
@@ -174,9 +156,8 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         raise ModelFileError(
             f"{directory / 'chat_template.jinja'}: cannot be read: {error}"
         ) from None
-    template = _read_json(directory / "chat_template.json").get("chat_template") or config.get(
-        "chat_template"
-    )
+    own_file = read_optional_json_object(directory / "chat_template.json")
+    template = own_file.get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
         template = {
             entry.get("name"): entry.get("template")

@@ -99,8 +99,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _pre_tokenizer(pre: str, source: str) -> tuple[dict[str, Any] | None, dict[str, Any], bool]:
-    """Normalizer, pre-tokenizer and `ignore_merges` (whether a word in the vocabulary skips the
-    merges) of the family named `pre`.
+    """Normalizer, pre-tokenizer and `ignore_merges` of the family named `pre`.
+
+    `ignore_merges`: a word in the vocabulary skips the merges.
     """
     gpt2 = _byte_level(use_regex=True)
     if pre in _GPT2_NAMES:
@@ -186,8 +187,9 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], source: str) -> dict[str, An
 def merges_from_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[str] | list[list[str]]:
-    """The merge list that makes rank-ordered BPE pick what SentencePiece picks: the best-scored
-    piece, leftmost first.
+    """The merges that make rank-ordered BPE pick what SentencePiece picks.
+
+    That is the best-scored piece, leftmost first.
 
     Every way to split a normal token into two others is a merge, ranked by the score of the whole.
     Equal scores keep the order of ids; splits of one token are ranked by the longer left half,

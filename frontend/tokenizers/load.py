@@ -1,6 +1,4 @@
-"""Find and load the tokenizer of a model path, keeping the one built from a GGUF file for the next
-start.
-"""
+"""Find and load the tokenizer of a model path; one built from a GGUF file is cached."""
 
 import hashlib
 import json
@@ -79,8 +77,9 @@ def _build(metadata: Mapping[str, Any], path: Path) -> str:
 
 
 def _header_digest(gguf: GGUFFile) -> str:
-    """SHA-256 over the builder's version, the library's, and all bytes before the tensors: no array
-    is decoded for it.
+    """SHA-256 over the builder's version, the library's, and all bytes before the tensors.
+
+    No array is decoded for it.
     """
     end = min((tensor.offset for tensor in gguf.tensors.values()), default=-1)
     digest = hashlib.sha256(f"{BUILDER_VERSION} {tokenizers.__version__}\0".encode())

@@ -21,8 +21,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class DecoderKind:
-    """How tokens become text. `strips_leading_space`: one leading space of the whole text is
-    dropped.
+    """How tokens become text.
+
+    `strips_leading_space`: one leading space of the whole text is dropped.
     """
 
     alphabet: Literal["byte_level", "sentencepiece"]
@@ -31,8 +32,9 @@ class DecoderKind:
 
 
 def read_decoder(backend: tokenizers.Tokenizer, source: str) -> DecoderKind:
-    """Classify the decoder of `backend`; ModelFileError (naming `source`) for one we cannot stream
-    exactly.
+    """Classify the decoder of `backend`.
+
+    Raises ModelFileError, naming `source`, for one that cannot be streamed exactly.
     """
     parts = _decoder_parts(backend)
     types = [part["type"] for part in parts]
@@ -79,8 +81,9 @@ def _metaspace_prepends(metaspace: dict[str, Any]) -> bool:
 
 
 class TokenBytes:
-    """Lazily filled table: token id -> bytes. Reads are safe from several threads: entries never
-    change.
+    """Lazily filled table: token id -> bytes.
+
+    Reads are safe from several threads: entries never change.
     """
 
     def __init__(
@@ -115,8 +118,9 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's map from character to byte: printable Latin-1 is itself, the other 68 bytes follow
-    U+0100 in order.
+    """GPT-2's map from character to byte.
+
+    Printable Latin-1 is itself, the other 68 bytes follow U+0100 in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}

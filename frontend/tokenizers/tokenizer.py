@@ -1,6 +1,4 @@
-"""The tokenizer that the front end uses: text to ids, ids to bytes and text, special tokens, chat
-template.
-"""
+"""The front end's tokenizer: text to ids, ids to bytes and text, special tokens, template."""
 
 import threading
 from collections.abc import Iterable
@@ -15,8 +13,9 @@ from headrace.frontend.tokenizers.token_bytes import TokenBytes, read_decoder
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a model's files say beside the vocabulary itself. `source` names the file in error
-    messages.
+    """What a model's files say beside the vocabulary itself.
+
+    `source` names the file in error messages.
     """
 
     source: str
@@ -26,8 +25,9 @@ class TokenizerFacts:
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with the model's facts beside it. All methods may be called from
-    several threads.
+    """A `tokenizers.Tokenizer` with the model's facts beside it.
+
+    All methods may be called from several threads.
 
     Ids outside of the vocabulary (models often have more logits than tokens) are legal everywhere:
     they decode to nothing and are never special.
@@ -90,8 +90,9 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Exact bytes that the token adds to the text (possibly part of a character); b"" outside
-        the vocabulary.
+        """Exact bytes that the token adds to the text, possibly part of a character.
+
+        b"" for an id outside the vocabulary.
         """
         return self._token_bytes(token_id)
 
@@ -143,8 +144,7 @@ def _refuse_surrogates(text: str) -> None:
 
 
 def _copy_without_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A second tokenizer that shares the model's vocabulary and merges but does not look for
-    special tokens.
+    """A tokenizer with the same vocabulary and merges that does not look for special tokens.
 
     `encode_special_tokens` is a switch on the whole object, so flipping it per call would race.
     """

@@ -1,5 +1,4 @@
-"""What a step's attention reads and writes, worked out once per step and group of layers and used
-by all its layers.
+"""What a step's attention reads and writes, worked out once per step and group of layers.
 
 The pages of a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], are addressed as rows of
 one token's K or V: row = block * 2 * block_size + offset for K, `block_size` more for V. The K row
@@ -22,9 +21,7 @@ _SHORT_CONTEXT = 64  # tokens; below this, padding costs less than another call
 
 @dataclass(frozen=True)
 class SequenceSlots:
-    """One sequence of a step: the slots of its tokens, of which the last `num_queries` are computed
-    now.
-    """
+    """Slots of one sequence's tokens, of which the last `num_queries` are computed now."""
 
     slots: np.ndarray  # [num_tokens] int64
     num_queries: int
@@ -32,24 +29,18 @@ class SequenceSlots:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Flat rows `start` to `end`, each the newest token of its own sequence, padded to `length`
-    tokens.
-    """
+    """Flat rows `start` to `end`: newest tokens of as many sequences, padded to `length` tokens."""
 
     start: int
     end: int
     length: int
     gather_rows: torch.Tensor  # [2 * (end - start) * length] int64: all K rows, then all V rows
-    mask: (
-        torch.Tensor | None
-    )  # [end - start, 1, 1, length]: 0, or -inf for padding; None: no padding
+    mask: torch.Tensor | None  # [end - start, 1, 1, length]: 0, -inf for padding; None: no padding
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Flat rows `start` to `end`: several tokens of one sequence, which see `length` tokens of it
-    at most.
-    """
+    """Flat rows `start` to `end`: tokens of one sequence, which see `length` of its tokens."""
 
     start: int
     end: int

@@ -1,5 +1,4 @@
-"""Attention over paged K and V in torch: softmax(scale * q k^T) v, causal, grouped heads, optional
-window.
+"""Paged attention in torch: softmax(scale * q k^T) v, causal, grouped heads, optional window.
 
 K and V of the new tokens are written to the pages first and always read back from them, in their
 dtype, so that a token attends to the same values whether it was prefilled whole, in chunks, or
@@ -22,8 +21,9 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Write the new K and V to `pages`, then attend. Returns [num_tokens, num_heads, head_dim], the
-    dtype of `query`.
+    """Write the new K and V to `pages`, then attend.
+
+    Returns [num_tokens, num_heads, head_dim], the dtype of `query`.
 
     query: [num_tokens, num_heads, head_dim]; key_value: [num_tokens, 2, num_kv_heads, head_dim],
     rotary embedding already applied to K; pages: [num_blocks * 2 * block_size, num_kv_heads *
@@ -54,9 +54,7 @@ def paged_attention(
 
 
 def _gather(pages: torch.Tensor, rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """The K and V rows in scratch memory: fresh memory of this size would cost a page fault for
-    every 4 KiB.
-    """
+    """The K and V rows, in scratch memory: fresh memory would cost a page fault per 4 KiB."""
     return torch.index_select(pages, 0, rows, out=scratch[: rows.shape[0]])
 
 
@@ -68,8 +66,9 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Attention of [batch, heads, queries, head_dim] to [batch, kv_heads, tokens, head_dim]; heads
-    may be grouped.
+    """Attention of [batch, heads, queries, head_dim] to [batch, kv_heads, tokens, head_dim].
+
+    Heads may be grouped.
     """
     is_grouped = query.shape[1] != key.shape[1]
     if soft_cap is None:

@@ -1,5 +1,6 @@
-"""Rotary position embeddings in torch (Su et al. 2021, arXiv:2104.09864), in the half-split layout
-of GPT-NeoX.
+"""Rotary position embeddings in torch (Su et al. 2021, arXiv:2104.09864).
+
+The layout is the half-split one of GPT-NeoX.
 
 A head's values i and i + head_dim/2 are one pair, turned by position * inverse_frequency[i].
 Cosines and sines are float32, made once for every position; a step selects its rows once and all
@@ -24,8 +25,7 @@ class RotaryAngles(NamedTuple):
 
 
 def inverse_frequencies(head_dim: int, rope: Mapping[str, Any]) -> torch.Tensor:
-    """[head_dim / 2] float32 from `rope_parameters` of a model's config: types default, linear and
-    llama3.
+    """[head_dim / 2] float32 from a config's `rope_parameters`: default, linear or llama3.
 
     Raises ValueError for another `rope_type`.
     """
@@ -42,9 +42,7 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _llama3_frequencies(frequencies: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1's scaling: long wavelengths slowed by `factor`, short ones kept, a linear blend
-    between.
-    """
+    """Llama 3.1's scaling: long wavelengths slowed, short ones kept, a linear blend between."""
     factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = original * frequencies / (2.0 * math.pi)  # full turns over the original context
@@ -59,16 +57,18 @@ def rotary_table(frequencies: torch.Tensor, num_positions: int) -> torch.Tensor:
 
 
 def select_angles(table: torch.Tensor, positions: torch.Tensor) -> RotaryAngles:
-    """The rows of `table` for a step's tokens. `positions`: [num_tokens] int64, each below the
-    table's length.
+    """The rows of `table` for a step's tokens.
+
+    `positions`: [num_tokens] int64, each below the table's length.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return RotaryAngles(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
 def apply_rotary_(x: torch.Tensor, angles: RotaryAngles) -> None:
-    """Turn `x` [num_tokens, num_heads, head_dim] in place; float32 arithmetic, rounded once to the
-    dtype of `x`.
+    """Turn `x` [num_tokens, num_heads, head_dim] in place.
+
+    Arithmetic is in float32, rounded once to the dtype of `x`.
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     torch.addcmul(x * angles.cos, swapped, angles.sin, out=x)

@@ -1,9 +1,9 @@
 """Load a server with requests that are often abandoned, and check that nothing is kept.
 
 Two parts, both against a fresh `headrace serve` on loopback:
-  mixed    REQUESTS requests of many shapes, of which 30 % are dropped by the client at a random
-  moment aborts   REPEATS times 40 requests that are all dropped: queued, in the second prefill
-  chunk, after three tokens
+  mixed    REQUESTS requests of many shapes; the client drops 30 % of them at a random moment
+  aborts   REPEATS times 40 requests that are all dropped: queued, in the second prefill chunk,
+           after three tokens
 Prints one JSON line per part with free blocks, table sizes and the resident memory of every process
 before and after.
 

@@ -18,6 +18,7 @@ from headrace.configs.model_files.gguf import GGUFFile
 from headrace.configs.model_files.gguf_config import hf_config_from_gguf
 from headrace.configs.model_files.hf_config import normalize_hf_config
 from headrace.configs.model_files.model_info import read_model_info
+from headrace.configs.model_files.weight_layout import weight_layout
 from headrace.workers.weight_loader import iter_weights
 
 SIZES = {
@@ -340,7 +341,8 @@ def test_random_damage_only_gives_model_file_errors(
     try:
         info = read_model_info(path)
         weights = dict(iter_weights(path, info.hf_config, torch.bfloat16))
-        assert sum(weight.numel() for weight in weights.values()) == info.num_parameters()
+        shapes = {name: spec.shape for name, spec in weight_layout(info.hf_config).items()}
+        assert {name: tuple(weight.shape) for name, weight in weights.items()} == shapes
     except ModelFileError as error:
         assert "case.gguf" in str(error)
 

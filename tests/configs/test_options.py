@@ -65,6 +65,7 @@ def test_unknown_arguments_are_refused_by_name() -> None:
         ({"max_num_seqs": -1}, "max_num_seqs"),
         ({"dtype": "float8"}, "dtype"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy"),
+        ({"generation_config": "folder"}, "generation_config must be one of auto"),
         ({"max_logprobs": -1}, "max_logprobs"),
     ],
 )

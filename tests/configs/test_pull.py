@@ -253,7 +253,7 @@ command.CATALOG = {entry.alias: entry}
 parser = argparse.ArgumentParser()
 command.add_parser(parser.add_subparsers())
 args = parser.parse_args(sys.argv[1:])
-sys.exit(args.run(args))
+sys.exit(command.run(args))
 """
 
 

@@ -56,6 +56,11 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.temp = temp
         self.log = temp / f"server-{self.port}.log"
+        self.everyone: list[psutil.Process] = []
+        # One client for all calls, because making one is slow; a connection for each call, because
+        # the server may close an idle one at any moment.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.client = httpx.Client(base_url=self.url, limits=limits, timeout=60, trust_env=False)
         command = [
             sys.executable, "-m", "headrace", "serve", str(model), "--served-model-name", "m",
             "--port", str(self.port), "--kv-cache-memory", KV_CACHE, *options,
@@ -72,7 +77,12 @@ class ServerProcess:
                 raise
 
     def wait_ready(self) -> None:
+        """Wait until requests are taken; `children` and `core` are known then."""
         wait_until(self.is_ready, READY_TIMEOUT_S, "the server is ready")
+        own = psutil.Process(self.process.pid)
+        self.children = own.children(recursive=True)
+        self.core = next(c for c in self.children if "headrace.engine_core" in c.cmdline())
+        self.everyone = [own, *self.children]
 
     def is_ready(self) -> bool:
         assert self.process.poll() is None, f"the server ended: {self.log.read_text()[-2000:]}"
@@ -80,26 +90,18 @@ class ServerProcess:
             return self.get("/health/ready", timeout=1).status_code == 200
         return False
 
-    @property
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    @property
-    def core(self) -> psutil.Process:
-        return next(c for c in self.children if "headrace.engine_core" in c.cmdline())
-
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, **{"timeout": 10, **options})
+        return self.client.get(path, **options)
 
-    def complete(self, timeout: float = 60, **fields: Any) -> httpx.Response:
+    def complete(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """A greedy completion, unless `fields` say otherwise."""
         body = {"model": "m", "temperature": 0, **fields}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout)
+        return self.client.post("/v1/completions", json=body, headers=headers)
 
-    def chat(self, timeout: float = 60, **fields: Any) -> httpx.Response:
+    def chat(self, **fields: Any) -> httpx.Response:
         """A greedy chat completion, unless `fields` say otherwise."""
         body = {"model": "m", "temperature": 0, **fields}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout)
+        return self.client.post("/v1/chat/completions", json=body)
 
     def steps(self) -> int:
         return int(self.get("/health/progress").json()["step"])
@@ -112,8 +114,8 @@ class ServerProcess:
                 continue
             series, value = line.rsplit(" ", 1)
             name, _, labels = series.removeprefix("headrace:").partition("{")
-            _, has_reason, rest = labels.partition('finished_reason="')
-            found[f"{name}:{rest.split('"')[0]}" if has_reason else name] = float(value)
+            reason = labels.partition('finished_reason="')[2].partition('"')[0]
+            found[f"{name}:{reason}" if reason else name] = float(value)
         return found
 
     def gauges(self) -> dict[str, float]:
@@ -123,9 +125,11 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End everything at once."""
-        everyone = [] if self.process.poll() is not None else self.children
-        for process in everyone:
+        alive = self.process.poll() is None
+        started = psutil.Process(self.process.pid).children(recursive=True) if alive else []
+        for process in [*self.everyone, *started]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.kill()
         self.process.wait()
+        self.client.close()

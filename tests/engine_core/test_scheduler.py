@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.configs.errors import InvalidRequestError
 from headrace.engine_core.messages import ChoiceState
+from headrace.engine_core.request import Choice
 from headrace.workers.protocol import ChoiceId, ModelRunnerOutput, RequestFault, SampledTokens
 from tests.engine_core.factories import (
     EOS,
@@ -529,19 +530,24 @@ def test_orders_of_a_step_that_failed_are_given_again() -> None:
     assert set(again.finished) == {ChoiceId("a"), ChoiceId("b"), ChoiceId("c")}
 
 
-def test_fail_request_ends_that_choice_alone() -> None:
+def test_an_exception_over_a_result_ends_that_choice_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_stop = Choice.check_stop
+
+    def broken(choice: Choice) -> Any:
+        if choice.id == ChoiceId("a", 0) and choice.num_output_tokens == 2:
+            raise KeyError("broken")
+        return check_stop(choice)
+
+    monkeypatch.setattr(Choice, "check_stop", broken)
     engine = FakeEngine(num_blocks=30)
-    request = make_request("a", [1] * 6, n=2, max_tokens=6)
+    request = make_request("a", [1] * 6, n=2, max_tokens=6, ignore_eos=True)
     engine.add(request)
-    engine.step()
-    engine.step()
-    fault = RequestFault("request_failed", "could not be prepared")
-    output = engine.scheduler.fail_request("a", 0, fault)
-    assert output is not None and (output.finish_reason, output.fault) == ("error", fault)
-    engine.record(output)
-    assert engine.scheduler.fail_request("a", 0, fault) is None
-    assert engine.scheduler.fail_request("unknown", 0, fault) is None
     engine.drain()
+    end = engine.finished[ChoiceId("a", 0)]
+    assert end.finish_reason == "error"
+    assert end.fault == RequestFault("request_failed", "internal error: KeyError")
     engine.assert_output(request, 1)
     engine.assert_idle()
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,19 +11,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.e2e.server_process import ServerProcess, run_directories, wait_until
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 DEADLINE_S = 5.0
 PHASES = ("idle", "prefill", "stream")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-KV_CACHE = "512M"
 
 SCRIPT = """
 import subprocess, sys, threading
@@ -42,59 +42,16 @@ else:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until(condition: object, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-
-
-def run_directories(temp: Path) -> list[Path]:
-    base = temp / f"headrace-{os.getuid()}"
-    return list(base.iterdir()) if base.exists() else []
-
-
 def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
-class Server:
-    """A `headrace serve` process and what belongs to it."""
+class Server(ServerProcess):
+    """A server that can be brought into a phase, and what its clients saw."""
 
     def __init__(self, model: Path, temp: Path) -> None:
-        self.port = free_port()
-        environment = {**os.environ, "TMPDIR": str(temp)}
-        command = [
-            sys.executable, "-m", "headrace", "serve", str(model), "--served-model-name", "m",
-            "--port", str(self.port), "--kv-cache-memory", KV_CACHE,
-        ]  # fmt: skip
-        self.log = temp / f"server-{self.port}.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=environment, stderr=log)
-        wait_until(self.is_ready, 60, "the server is ready")
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
-        self.core = next(c for c in self.children if "headrace.engine_core" in c.cmdline())
-        self.everyone = [psutil.Process(self.process.pid), *self.children]
+        super().__init__(model, temp)
         self.events: list[str] = []
-
-    def is_ready(self) -> bool:
-        assert self.process.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health/ready", timeout=1):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def steps(self) -> int:
-        url = f"http://127.0.0.1:{self.port}/health/progress"
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return int(json.load(response)["step"])
 
     def enter(self, phase: str) -> threading.Thread | None:
         """Bring the server into a phase; the thread reads the stream until it ends."""
@@ -144,10 +101,7 @@ def start_server(smollm2_gguf: Path, tmp_path: Path) -> Iterator[StartServer]:
 
     yield start
     for server in servers:
-        for process in server.everyone:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        server.process.wait()
+        server.kill()
 
 
 @contextmanager

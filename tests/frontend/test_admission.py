@@ -94,6 +94,7 @@ def test_seeds() -> None:
         (SamplingParams(allowed_token_ids=[]), "allowed_token_ids"),
         (SamplingParams(bad_words=["x"]), "bad_words"),
         (SamplingParams(prompt_logprobs=1), "prompt_logprobs"),
+        (SamplingParams(spaces_between_special_tokens=False), "spaces_between_special_tokens"),
     ],
 )
 def test_unsupported_parameters_are_refused_by_name(params: SamplingParams, name: str) -> None:

@@ -236,3 +236,19 @@ def test_a_gap_or_a_changed_repeat_fails_only_that_request() -> None:
         )
         assert results["r"].failure is not None
         assert results["s"].output is not None
+
+
+def test_a_fault_in_one_request_ends_that_one_alone() -> None:
+    processor = OutputProcessor(ByteTable([b"a"]))
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    for name in ("bad", "good"):
+        request = EngineCoreRequest(name, [1], params, 1, 0.0, [ChoiceState(0)])
+        processor.add(request, name, None, params.output_kind)
+    results = processor.process(
+        [EngineCoreOutput("bad", 0, 0, [99]), EngineCoreOutput("good", 0, 0, [0])]
+    )
+    assert str(results["bad"].failure) == "internal error: IndexError"
+    assert results["bad"].aborts == [0] and results["bad"].output is None
+    good = results["good"].output
+    assert good is not None and good.outputs[0].text == "a"
+    assert len(processor) == 1

@@ -133,7 +133,7 @@ def test_unusable_directories(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="malformed"):
         load_tokenizer(directory, None)
     (directory / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ModelFileError, match="expected a JSON object, found list"):
+    with pytest.raises(ModelFileError, match="holds a JSON list, not an object"):
         load_tokenizer(directory, None)
     (directory / "tokenizer_config.json").unlink()
     (directory / "tokenizer.json").write_text('{"version": "1.0"')

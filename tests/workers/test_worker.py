@@ -126,6 +126,9 @@ def test_too_little_memory_for_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     cache = CacheConfig(kv_cache_memory_bytes=10)
     with pytest.raises(InsufficientMemoryError, match="--kv-cache-memory 12288 would start"):
         start(replace(config, cache_config=cache))
+    cache = CacheConfig(num_blocks=1)
+    with pytest.raises(InsufficientMemoryError, match="--num-gpu-blocks-override 2 would start"):
+        start(replace(config, cache_config=cache))
     available(monkeypatch, 8 * MIB)
     cache = CacheConfig(kv_cache_memory_bytes=64 * MIB)
     with pytest.raises(InsufficientMemoryError, match=r"--kv-cache-memory 67108864 asks .* left"):

@@ -57,9 +57,7 @@ class Attention(nn.Module):
         pages: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; writes the new K and V to
-        `pages`.
-        """
+        """[num_tokens, hidden_size] -> the same; writes the new K and V to `pages`."""
         shape = self.shape
         num_rotated = shape.num_heads + shape.num_kv_heads
         qkv = self.qkv(x).view(-1, num_rotated + shape.num_kv_heads, shape.head_dim)

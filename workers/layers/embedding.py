@@ -8,8 +8,9 @@ from headrace.workers.layers.weight_slot import WeightSlot, empty_parameter
 
 
 class Embedding(nn.Module):
-    """Looks up token ids; `scale` (if not 1) is rounded to the weight's dtype first, as the models
-    were trained.
+    """Looks up token ids and scales.
+
+    `scale`, if not 1, is rounded to the weight's dtype first, as the models were trained.
     """
 
     def __init__(self, vocab_size: int, size: int, scale: float, dtype: torch.dtype) -> None:

@@ -8,8 +8,9 @@ from headrace.workers.layers.weight_slot import WeightSlot, empty_parameter
 
 
 class RMSNorm(nn.Module):
-    """Normalizes the last axis. The weight is kept in float32, with Gemma's 1 already added if
-    `unit_offset`.
+    """Normalizes the last axis.
+
+    The weight is kept in float32, with Gemma's 1 already added if `unit_offset`.
     """
 
     def __init__(self, size: int, eps: float, unit_offset: bool) -> None:
@@ -26,8 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Query and key normalization, per head: one weight for all query heads, another for all key
-    heads.
+    """Query and key normalization: one weight for all query heads, another for all key heads.
 
     Both are applied in one call; the weight has a row per head.
     """

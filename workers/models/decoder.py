@@ -62,8 +62,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A whole model. Made without memory for its weights; `allocate` gives it some, `weight_slots`
-    says what goes where.
+    """A whole model.
+
+    Made without memory for its weights; `allocate` gives it some, `weight_slots` says what goes
+    where.
 
     The residual stream and the KV cache have the dtype of the weights.
     """
@@ -101,9 +103,7 @@ class Decoder(nn.Module):
         return tuple(layer.window for layer in self.config.layers)
 
     def allocate(self, max_model_len: int) -> None:
-        """Memory for the weights (uninitialized) and rotary tables for positions below
-        `max_model_len`.
-        """
+        """Memory for weights (uninitialized), rotary tables for positions below `max_model_len`."""
         for module in self.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, allocated(parameter))

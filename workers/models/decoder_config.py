@@ -11,7 +11,9 @@ from headrace.workers.layers.mlp import ACTIVATIONS
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer. `window`: tokens a query sees, itself included; None: all. `rope`: index into
+    """One layer.
+
+    `window`: tokens a query sees, itself included; None: all. `rope`: index into
     `DecoderConfig.ropes`.
     """
 

@@ -1,5 +1,7 @@
-"""Gemma 3, text (Gemma Team 2025, arXiv:2503.19786): sliding and global layers with a rotary
-embedding each, norms before and after, query and key norms, scaled embeddings.
+"""Gemma 3, text (Gemma Team 2025, arXiv:2503.19786).
+
+Sliding and global layers with a rotary embedding each, norms before and after, query and key norms,
+scaled embeddings.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): a Llama whose layers may all have a sliding
-window, without biases.
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825).
+
+A Llama whose layers may all have a sliding window, without biases.
 """
 
 from collections.abc import Mapping

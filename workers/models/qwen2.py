@@ -1,5 +1,6 @@
-"""Qwen2 (Yang et al. 2024, arXiv:2407.10671): a Llama with biases on query, key and value, windows
-in some layers.
+"""Qwen2 (Yang et al. 2024, arXiv:2407.10671).
+
+A Llama with biases on query, key and value, and windows in some layers.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
-"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): a Llama with query and key norms, windows in
-some layers.
+"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388).
+
+A Llama with query and key norms, and windows in some layers.
 """
 
 from collections.abc import Mapping

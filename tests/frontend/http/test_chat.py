@@ -52,7 +52,7 @@ def test_max_tokens(post, engine):
     """Absent: the rest of the window, or what the model's files say."""
     post("chat/completions", {"messages": HI, "ignore_eos": True})
     assert engine.seen[-1][0].max_tokens == 64 - len(engine.seen[-1][2].token_ids)
-    engine.model_config.default_sampling_params["max_new_tokens"] = 9
+    engine.model_config.default_sampling_params["max_tokens"] = 9
     post("chat/completions", {"messages": HI})
     assert engine.seen[-1][0].max_tokens == 9
     post("chat/completions", {"messages": HI, "max_tokens": 3, "max_completion_tokens": 4})
