@@ -59,7 +59,7 @@ class EngineArgs:
     )
     revision: str | None = option(None, "branch, tag or commit of a hub id", group="model")
     hf_token: str | None = option(
-        None, "hub token (default: the saved login or HF_TOKEN)", group="model"
+        None, "hub token (default: the saved login or HF_TOKEN)", group="model", secret=True
     )
     download_dir: str | None = option(None, "where hub downloads are kept", group="model")
     dtype: str = option(

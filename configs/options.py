@@ -20,10 +20,11 @@ def option(
     flags: Sequence[str] = (),
     choices: Sequence[str] | None = None,
     parse: Callable[[str], Any] | None = None,
+    secret: bool = False,
 ) -> Any:
     """A dataclass field that is also a CLI flag.
 
-    `flags` are further spellings beside `--field-name`.
+    `flags` are further spellings beside `--field-name`; a `secret` is left out of the repr.
     """
     metadata = {
         "help": help,
@@ -32,7 +33,7 @@ def option(
         "choices": choices,
         "parse": parse,
     }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 def parse_size(text: str) -> int:

@@ -152,7 +152,10 @@ class Scheduler:
                     number=self._num_requests_seen,
                     index=state.index,
                 ),
-                token_ids=request.prompt_token_ids + state.output_token_ids,
+                # The n choices share the prompt's list until each of them runs.
+                token_ids=request.prompt_token_ids + state.output_token_ids
+                if state.output_token_ids
+                else request.prompt_token_ids,
                 max_total_tokens=max_total,
             )
             for state in request.choices
@@ -276,6 +279,7 @@ class Scheduler:
             )
             return
         choice.known_to_worker = True
+        choice.token_ids = list(choice.token_ids)  # from here on it grows
         step.new_requests.append(
             NewRequestData(
                 choice_id=choice.id,

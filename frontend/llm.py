@@ -62,6 +62,7 @@ class LLM:
             config = args.create_engine_config(UsageContext.LLM_CLASS)
             self.report.add_overlapped("resolve model", spawned)
             self.model_config: ModelConfig = config.model_config
+            self._policy = config.scheduler_config.policy
             began = time.time()
             self._renderer = Renderer.from_config(config.model_config)
             self.report.add_overlapped("tokenizer", began)
@@ -145,6 +146,11 @@ class LLM:
         params = self._params_per_prompt(sampling_params, len(prompts))
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"priority has {len(priority)} entries for {len(prompts)} prompts")
+        if any(priority or []) and self._policy != "priority":
+            raise ValueError(
+                f"priority {priority} needs scheduling_policy='priority', this engine has "
+                f"{self._policy!r}"
+            )
         for warning in dict.fromkeys(text for prompt in prompts for text in prompt.warnings):
             logger.warning("%s", warning)
         ids: list[str] = []

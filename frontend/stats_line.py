@@ -14,12 +14,15 @@ class StatsLine:
     """Logs throughput and load every ten seconds while there is work."""
 
     def __init__(self) -> None:
-        self._since = time.monotonic()
+        self._since = self._last_step = time.monotonic()
         self._num_tokens = 0
 
     def update(self, stats: EngineStats, outputs: list[EngineCoreOutput]) -> None:
         """Count a step's tokens and log when the interval is over."""
         now = time.monotonic()
+        if now - self._last_step > INTERVAL_S:  # do not average over a pause
+            self._since, self._num_tokens = now, 0
+        self._last_step = now
         self._num_tokens += sum(len(output.new_token_ids) for output in outputs)
         if now - self._since < INTERVAL_S:
             return

@@ -42,7 +42,7 @@ class GrowingArray:
 
 
 @dataclass
-class ChoiceState:
+class KnownChoice:
     """What the worker knows of one choice until it is finished.
 
     `slots`: per KV group, where in the cache each position of its block table lies. `num_scheduled`
@@ -84,7 +84,7 @@ class RequestTable:
         self.num_blocks = num_blocks
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self._choices: dict[ChoiceId, ChoiceState] = {}
+        self._choices: dict[ChoiceId, KnownChoice] = {}
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -93,14 +93,14 @@ class RequestTable:
         for choice_id in choice_ids:
             self._choices.pop(choice_id, None)
 
-    def apply(self, change: NewRequestData | CachedRequestData) -> ChoiceState:
+    def apply(self, change: NewRequestData | CachedRequestData) -> KnownChoice:
         """Take in a new choice, or what changed of a known one.
 
         Raises ValueError for token ids, counts or blocks that cannot be, and for an unknown choice.
         """
         return self._add(change) if isinstance(change, NewRequestData) else self._update(change)
 
-    def schedule(self, state: ChoiceState, num_tokens: int) -> None:
+    def schedule(self, state: KnownChoice, num_tokens: int) -> None:
         """Let the next step compute `num_tokens`.
 
         Raises ValueError if tokens or blocks do not reach that far.
@@ -120,7 +120,7 @@ class RequestTable:
             if slots.view()[start:end].min() < 2 * self.block_size:
                 raise ValueError(f"KV group {group} has no block for a token to be computed")
 
-    def _add(self, new: NewRequestData) -> ChoiceState:
+    def _add(self, new: NewRequestData) -> KnownChoice:
         tokens = np.asarray(new.token_ids, dtype=np.int64)
         if len(tokens) == 0 or not 0 < new.num_prompt_tokens <= len(tokens):
             raise ValueError(
@@ -128,7 +128,7 @@ class RequestTable:
             )
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(f"a token id is not in 0 ... {self.vocab_size - 1}")
-        state = ChoiceState(
+        state = KnownChoice(
             choice_id=new.choice_id,
             params=new.sampling_params,
             num_prompt_tokens=new.num_prompt_tokens,
@@ -139,7 +139,7 @@ class RequestTable:
         self._choices[new.choice_id] = state
         return state
 
-    def _update(self, cached: CachedRequestData) -> ChoiceState:
+    def _update(self, cached: CachedRequestData) -> KnownChoice:
         state = self._choices.get(cached.choice_id)
         if state is None:
             raise ValueError("the worker does not know this choice")
@@ -174,12 +174,12 @@ class InputBatch:
     token_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64, for the rotary embedding
     attention: tuple[AttentionMetadata, ...]  # one per KV group
-    sampled: list[ChoiceState]
+    sampled: list[KnownChoice]
     sampled_rows: torch.Tensor  # [len(sampled)] int64
 
 
 def make_input_batch(
-    states: Sequence[ChoiceState], planners: Sequence[AttentionPlanner]
+    states: Sequence[KnownChoice], planners: Sequence[AttentionPlanner]
 ) -> InputBatch:
     """The batch of the scheduled `states`, at least one; `planners`: one per KV group."""
     ordered = sorted(states, key=lambda s: (s.num_scheduled > 1, -s.context_end))
@@ -204,12 +204,12 @@ def make_input_batch(
     )
 
 
-def _sequence_slots(state: ChoiceState, group: int) -> SequenceSlots:
+def _sequence_slots(state: KnownChoice, group: int) -> SequenceSlots:
     slots = state.slots[group].view()
     return SequenceSlots(slots[: state.context_end], state.num_scheduled)
 
 
-def sampling_row(state: ChoiceState) -> SamplingRow:
+def sampling_row(state: KnownChoice) -> SamplingRow:
     """What the sampler needs to know of the row that samples this choice's next token."""
     return SamplingRow(
         params=state.params,

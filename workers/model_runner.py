@@ -5,7 +5,7 @@ import torch
 from headrace.configs.errors import HeadraceError, RequestFailedError
 from headrace.kernels.attention import AttentionPlanner
 from headrace.workers.input_batch import (
-    ChoiceState,
+    KnownChoice,
     RequestTable,
     make_input_batch,
     sampling_row,
@@ -71,7 +71,7 @@ class ModelRunner:
 
     def _prepare(
         self, step: SchedulerOutput, failed: dict[ChoiceId, RequestFault]
-    ) -> list[ChoiceState]:
+    ) -> list[KnownChoice]:
         states = []
         changes: list[NewRequestData | CachedRequestData] = []
         changes += step.new_requests
@@ -87,7 +87,7 @@ class ModelRunner:
                 states.append(known)
         return states
 
-    def _run(self, states: list[ChoiceState], output: ModelRunnerOutput) -> None:
+    def _run(self, states: list[KnownChoice], output: ModelRunnerOutput) -> None:
         batch = make_input_batch(states, self._planners)
         embedded = self.model.embed(batch.token_ids)
         residual = self.model(embedded, batch.positions, self.kv_cache, batch.attention)
@@ -102,14 +102,14 @@ class ModelRunner:
             logprobs = None if row.logprobs is None else [row.logprobs]
             output.sampled[state.choice_id] = SampledTokens([row.token_id], logprobs)
 
-    def _sample(self, logits: torch.Tensor, states: list[ChoiceState]) -> list[SampledRow]:
+    def _sample(self, logits: torch.Tensor, states: list[KnownChoice]) -> list[SampledRow]:
         try:
             return self.sampler.sample(logits, [sampling_row(state) for state in states])
         except Exception:
             # One row's fault must not end the others: find it by sampling them one by one.
             return [self._sample_alone(logits[i], state) for i, state in enumerate(states)]
 
-    def _sample_alone(self, logits: torch.Tensor, state: ChoiceState) -> SampledRow:
+    def _sample_alone(self, logits: torch.Tensor, state: KnownChoice) -> SampledRow:
         try:
             return self.sampler.sample(logits[None], [sampling_row(state)])[0]
         except Exception as error:

@@ -114,11 +114,16 @@ class Worker:
         return WorkerInfo(
             kv_cache_spec=self._kv_cache.spec,
             num_blocks=self._kv_cache.num_blocks,
-            contract_id=f"torch-{torch.__version__}-{self.config.model_config.dtype}-reference",
+            contract_id=self._contract_id(),
             phases=self._phases,
             memory=self._budget.lines(),
             num_threads=torch.get_num_threads(),
         )
+
+    def _contract_id(self) -> str:
+        """Names the rules of arithmetic: library, type, instruction sets."""
+        isa = "+".join(sorted((self._facts or cpu_facts()).isa))
+        return f"torch-{torch.__version__}-{self.config.model_config.dtype}-reference-{isa}"
 
     def warm_up(self) -> None:
         """Run prefill, decode and every kind of sampling once: the first request is not slower.

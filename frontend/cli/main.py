@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn
 
 from headrace.configs.environment import check_environ
@@ -17,7 +18,6 @@ from headrace.configs.errors import ConfigurationError, HeadraceError
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
-EXIT_SIGINT = 128 + signal.SIGINT
 EXAMPLES = """examples:
   headrace serve                           serve the default model on http://127.0.0.1:8000
   headrace serve smollm2-135m --port 9000
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command is None:
             parser.print_help()
             return EXIT_USAGE
+        signal.signal(signal.SIGTERM, _interrupt)
         return int(importlib.import_module(command.module).run(args))
     except ConfigurationError as error:
         return _fail(error, EXIT_USAGE)
@@ -82,8 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
-    except KeyboardInterrupt:
-        return EXIT_SIGINT
+    except KeyboardInterrupt:  # SIGINT or SIGTERM: what ran is aborted, and that was asked for
+        return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _make_parser(arguments: list[str]) -> tuple[Parser, Command | None]:

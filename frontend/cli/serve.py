@@ -3,9 +3,7 @@
 import argparse
 import logging
 import os
-import signal
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from headrace.configs.engine_args import DEFAULT_MODEL, AsyncEngineArgs, EngineArgs
 from headrace.configs.environment import API_KEY, read
@@ -80,25 +78,17 @@ def run(args: argparse.Namespace) -> int:
     environment_key = read(API_KEY, os.environ)
     keys = args.api_key or ([environment_key] if environment_key else [])
     options = ServerOptions(args.host, args.port, tuple(keys))
-    signal.signal(signal.SIGTERM, _interrupt)  # until the server's loop has its own handlers
-    try:
-        with bind_socket(options) as listener:
-            process = EngineCoreProcess()  # imports torch while the rest is imported here
-            from headrace.frontend.async_engine import AsyncEngine
+    with bind_socket(options) as listener:
+        process = EngineCoreProcess()  # imports torch while the rest is imported here
+        from headrace.frontend.async_engine import AsyncEngine
 
-            engine = AsyncEngine(engine_args_of(args), began=began, process=process)
-            from headrace.frontend.http.server import serve
+        engine = AsyncEngine(engine_args_of(args), began=began, process=process)
+        from headrace.frontend.http.server import serve
 
-            return serve(engine, options, listener)
-    except KeyboardInterrupt:
-        return 0
+        return serve(engine, options, listener)
 
 
 def log_to_stderr(level: int) -> None:
     """Send headrace's log, and warnings of others, to stderr."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("headrace").setLevel(level)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

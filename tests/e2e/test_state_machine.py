@@ -23,101 +23,111 @@ from tests.e2e.tiny_engine import VOCAB, Machines, make_request, save_tiny_model
 pytestmark = pytest.mark.slow
 
 NUM_EXAMPLES = 200
-PREFIXES = ((5, 6, 7, 8, 9, 10, 11, 12, 13), (5, 6, 7, 8, 20, 21, 22, 23, 24, 25, 26, 27, 28))
+# Shared first blocks, equal later blocks after different first ones, and repeated blocks: what a
+# prefix cache with a wrong chain of hashes would mix up.
+PREFIXES = (
+    (5, 6, 7, 8, 9, 10, 11, 12, 13),
+    (5, 6, 7, 8, 20, 21, 22, 23, 24, 25, 26, 27, 28),
+    (14, 15, 16, 17, 9, 10, 11, 12, 13, 18, 19, 20, 21),
+    (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8, 5),
+)
 
 
-def make_machine(machines: Machines) -> type[RuleBasedStateMachine]:
-    class BatchMachine(RuleBasedStateMachine):
-        """Random life around requests; `expected` knows what each choice must give."""
+class BatchMachine(RuleBasedStateMachine):
+    """Random life around requests; `machines` knows what each choice must give."""
 
-        @initialize(prefix_caching=st.booleans(), depth=st.integers(1, 2))
-        def start(self, prefix_caching: bool, depth: int) -> None:
-            # The expectations of earlier examples are cached; new ones are made before this
-            # engine's
-            # table exists, since both share the worker.
-            self.engine = machines.engine(prefix_caching)
-            self.depth = depth
-            self.requests: dict[str, tuple[tuple[int, ...], int, int]] = {}
-            self.got: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
-            self.ended: set[tuple[str, int]] = set()
-            self.aborted: set[tuple[str, int]] = set()
+    machines: Machines
 
-        @rule(
-            prefix=st.sampled_from(PREFIXES), keep=st.integers(1, 13),
-            tail=st.lists(st.integers(4, VOCAB - 1), max_size=6), seed=st.integers(0, 2),
-            n=st.integers(1, 3), max_tokens=st.integers(1, 12),
-        )  # fmt: skip
-        def add(
-            self, prefix: tuple[int, ...], keep: int, tail: list[int], seed: int, n: int,
-            max_tokens: int,
-        ) -> None:  # fmt: skip
-            prompt = prefix[:keep] + tuple(tail)
-            n = 1 if seed == 0 else n
-            name = f"r{len(self.requests)}"
-            self.requests[name] = (prompt, seed, max_tokens)
-            request = make_request(name, prompt, seed, max_tokens, list(range(n)))
-            self.engine.scheduler.add_request(request)
-            self.got.update({(name, index): ([], []) for index in range(n)})
+    @initialize(prefix_caching=st.booleans(), depth=st.integers(1, 2))
+    def start(self, prefix_caching: bool, depth: int) -> None:
+        # The expectations of earlier examples are cached; new ones are made before this
+        # engine's
+        # table exists, since both share the worker.
+        self.engine = self.machines.engine(prefix_caching)
+        self.depth = depth
+        self.requests: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        self.got: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+        self.ended: set[tuple[str, int]] = set()
+        self.aborted: set[tuple[str, int]] = set()
 
-        @rule()
-        def step(self) -> None:
-            if not self.engine.schedule() or len(self.engine.pending) >= self.depth:
-                self.deliver()
+    @rule(
+        prefix=st.sampled_from(PREFIXES), keep=st.integers(1, 13),
+        tail=st.lists(st.integers(4, VOCAB - 1), max_size=6), seed=st.integers(0, 2),
+        n=st.integers(1, 3), max_tokens=st.integers(1, 12),
+    )  # fmt: skip
+    def add(
+        self, prefix: tuple[int, ...], keep: int, tail: list[int], seed: int, n: int,
+        max_tokens: int,
+    ) -> None:  # fmt: skip
+        prompt = prefix[:keep] + tuple(tail)
+        n = 1 if seed == 0 else n
+        name = f"r{len(self.requests)}"
+        self.requests[name] = (prompt, seed, max_tokens)
+        request = make_request(name, prompt, seed, max_tokens, list(range(n)))
+        self.engine.scheduler.add_request(request)
+        self.got.update({(name, index): ([], []) for index in range(n)})
 
-        @precondition(lambda self: len(self.engine.pending) > 0)
-        @rule()
-        def deliver(self) -> None:
-            if not self.engine.pending:
-                return
-            for output in self.engine.deliver():
-                assert output.fault is None
-                tokens, logprobs = self.got[output.request_id, output.index]
-                assert output.start == len(tokens)
-                tokens += output.new_token_ids
-                logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
-                if output.finish_reason is not None:
-                    self.ended.add((output.request_id, output.index))
+    @rule()
+    def step(self) -> None:
+        if not self.engine.schedule() or len(self.engine.pending) >= self.depth:
+            self.deliver()
 
-        @precondition(lambda self: len(self.requests) > 0)
-        @rule(data=st.data(), whole=st.booleans())
-        def abort(self, data: st.DataObject, whole: bool) -> None:
-            name = data.draw(st.sampled_from(sorted(self.requests)))
-            index = None if whole else data.draw(st.integers(0, 2))
-            for output in self.engine.scheduler.abort(name, index):
-                assert output.finish_reason == "abort"
-                self.ended.add((name, output.index))
-                self.aborted.add((name, output.index))
+    @precondition(lambda self: len(self.engine.pending) > 0)
+    @rule()
+    def deliver(self) -> None:
+        if not self.engine.pending:
+            return
+        for output in self.engine.deliver():
+            assert output.fault is None
+            tokens, logprobs = self.got[output.request_id, output.index]
+            assert output.start == len(tokens)
+            tokens += output.new_token_ids
+            logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
+            if output.finish_reason is not None:
+                self.ended.add((output.request_id, output.index))
 
-        @rule()
-        def reset_prefix_cache(self) -> None:
-            self.engine.scheduler.reset_prefix_cache()
+    @precondition(lambda self: len(self.requests) > 0)
+    @rule(data=st.data(), whole=st.booleans())
+    def abort(self, data: st.DataObject, whole: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        index = None if whole else data.draw(st.integers(0, 2))
+        for output in self.engine.scheduler.abort(name, index):
+            assert output.finish_reason == "abort"
+            self.ended.add((name, output.index))
+            self.aborted.add((name, output.index))
 
-        @invariant()
-        def accounting_holds(self) -> None:
-            if hasattr(self, "engine"):
-                assert self.engine.scheduler.check_integrity() == []
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
 
-        def teardown(self) -> None:
-            if not hasattr(self, "engine"):
-                return
-            for _ in range(2000):
-                if not self.engine.schedule() and not self.engine.pending:
-                    break
-                self.deliver()
-                self.accounting_holds()
-            assert not self.engine.scheduler.has_unfinished_requests()
-            stats = self.engine.scheduler.stats()
-            assert (stats.num_requests, stats.num_free_blocks) == (0, stats.num_blocks)
-            assert self.ended == set(self.got)
-            for (name, index), (tokens, logprobs) in self.got.items():
-                want, want_logprobs = machines.alone(
-                    self.requests[name][0], self.requests[name][1], index, self.requests[name][2]
-                )
-                count = len(tokens) if (name, index) in self.aborted else None
-                assert tokens == want[:count], (name, index)
-                assert logprobs == pytest.approx(want_logprobs[:count], abs=1e-3)
+    @invariant()
+    def accounting_holds(self) -> None:
+        if hasattr(self, "engine"):
+            assert self.engine.scheduler.check_integrity() == []
 
-    return BatchMachine
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(2000):
+            if not self.engine.schedule() and not self.engine.pending:
+                break
+            self.deliver()
+            self.accounting_holds()
+        assert not self.engine.scheduler.has_unfinished_requests()
+        stats = self.engine.scheduler.stats()
+        assert (stats.num_requests, stats.num_free_blocks) == (0, stats.num_blocks)
+        assert self.ended == set(self.got)
+        for (name, index), (tokens, logprobs) in self.got.items():
+            want, want_logprobs = self.machines.alone(
+                self.requests[name][0], self.requests[name][1], index, self.requests[name][2]
+            )
+            count = len(tokens) if (name, index) in self.aborted else None
+            assert tokens == want[:count], (name, index)
+            assert logprobs == pytest.approx(want_logprobs[:count], abs=1e-3)
+
+
+def make_machine(machines: Machines) -> type[BatchMachine]:
+    return type("BatchMachine", (BatchMachine,), {"machines": machines})
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])

@@ -181,15 +181,15 @@ def test_streamed_tokens_stop_where_the_decoded_text_does(
 
 
 def repeated(size: int) -> float:
-    """Seconds for `size` characters, one at a time, of a text that nearly matches all along."""
+    """CPU seconds for `size` characters, one at a time, of a text that nearly matches all along."""
     best = float("inf")
     for _ in range(5):
         search = StopStrings(["a" * size + "b", "a" * (size // 2) + "c"], include=False)
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(2 * size):
             search.push("a", can_stop=True)
         search.push("x" * size, can_stop=True)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     return best
 
 
