@@ -25,6 +25,7 @@ RESERVED_VARIABLES = frozenset(
         "strftime_now", "loop", "self",
     }
 )  # fmt: skip
+MAX_DEPTH = 64  # of lists and objects in messages and template arguments
 TEXT_PART_KEYS = {
     "text": "text",
     "input_text": "text",
@@ -89,6 +90,8 @@ def render_chat(
     extra = _template_variables(template, chat_template_kwargs or {})
     spellings = spelling_set(tuple(sorted(tokenizer.special_tokens)))
     plain = _normalize(messages, template)
+    _check_depth(plain, "messages")
+    _check_depth(extra, "chat_template_kwargs")
     guard = SpellingGuard(spellings, [plain, extra], source)
     conversation = guard.mark(plain)
     if continue_final_message:
@@ -138,6 +141,22 @@ def _template_variables(template: CompiledTemplate, kwargs: Mapping[str, Any]) -
     return {name: value for name, value in kwargs.items() if name in template.variables}
 
 
+def _check_depth(value: Any, parameter: str) -> None:
+    """Refuse what is nested so deeply that walking it, here or in a template, could overflow."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, Mapping | list | tuple) and item]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidRequestError(
+                f"{parameter} is nested deeper than {MAX_DEPTH} levels", parameter
+            )
+        level = [
+            inner
+            for item in level
+            for inner in (item.values() if isinstance(item, Mapping) else item)
+        ]
+
+
 def _normalize(
     messages: Sequence[Mapping[str, Any]], template: CompiledTemplate
 ) -> list[dict[str, Any]]:
@@ -155,8 +174,12 @@ def _normalize(
         reasoning = copy.get("reasoning", copy.get("reasoning_content"))
         if reasoning is not None:
             copy["reasoning"] = copy["reasoning_content"] = reasoning
-        if copy.get("tool_calls"):
-            copy["tool_calls"] = [_tool_call(call, index) for call in copy["tool_calls"]]
+        if calls := copy.get("tool_calls"):
+            if not isinstance(calls, list | tuple):
+                raise InvalidRequestError(
+                    f"messages[{index}].tool_calls must be a list", "messages"
+                )
+            copy["tool_calls"] = [_tool_call(call, index) for call in calls]
         conversation.append(copy)
     return conversation
 

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import urllib.parse
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -77,8 +77,14 @@ def open_source(args: argparse.Namespace) -> Iterator[TextSource]:
 
 
 def answer_options(args: argparse.Namespace) -> AnswerOptions:
-    """The options of a command line that has `add_source_options`."""
-    return AnswerOptions(args.max_tokens, args.temperature)
+    """The options of a command line that has `add_source_options`; checked before a model loads."""
+    options = AnswerOptions(args.max_tokens, args.temperature)
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    try:
+        SamplingParams(**given)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    return options
 
 
 class RemoteModel:
@@ -176,12 +182,14 @@ class LocalModel:
             self._runner.close()
 
     def chat(self, messages: list[Message], options: AnswerOptions) -> Generator[str, None, None]:
-        return self._pieces(self._engine.renderer.render_chat(messages), options)
+        return self._pieces(lambda: self._engine.renderer.render_chat(messages), options)
 
     def complete(self, prompt: str, options: AnswerOptions) -> Generator[str, None, None]:
-        return self._pieces(self._engine.renderer.render_completion(prompt), options)
+        return self._pieces(lambda: self._engine.renderer.render_completion(prompt), options)
 
-    def _pieces(self, rendering: Any, options: AnswerOptions) -> Generator[str, None, None]:
+    def _pieces(
+        self, render: Callable[[], Coroutine[Any, Any, Any]], options: AnswerOptions
+    ) -> Generator[str, None, None]:
         defaults = self._engine.model_config.default_sampling_params
         sampling = applied_defaults(defaults)
         max_tokens = options.max_tokens
@@ -197,7 +205,7 @@ class LocalModel:
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        prompt = self._runner.run(rendering)
+        prompt = self._runner.run(render())
         outputs = self._engine.generate(prompt, params, "cli")
         try:
             while (output := self._runner.run(_next(outputs))) is not None:

@@ -63,9 +63,9 @@ def _missing_message(directory: Path) -> str:
     ]
     there = f" (it has {', '.join(others)}, which is another format)" if others else ""
     return (
-        f"{directory}: tokenizer.json is missing{there}. Download it from the model's page, or "
-        "write it with transformers: "
-        "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+        f"{directory}: tokenizer.json is missing{there}. Download it from the model's page, write "
+        "it with transformers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+        ", or name a directory or file that has one with --tokenizer"
     )
 
 

@@ -36,7 +36,7 @@ def nested_object(depth: int) -> str:
 BAD_VALUES = [  # as JSON text, or what some clients take for JSON
     "null", "true", "-1", "0", "1e400", "-1e400", "NaN", "-Infinity", "1.5", "9" * 30,
     "-9223372036854775809", '""', '"hot"', '"\\u0000"', '"\\ud800"', "[]", "[null]", "{}",
-    '{"a": {"b": []}}', nested(200), '"' + "x" * 4000 + '"',
+    '{"a": {"b": []}}', nested(200), '"' + "x" * 1000 + '"',
 ]  # fmt: skip
 SHARED_FIELDS = (
     "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
@@ -66,13 +66,14 @@ def body(base: str, name: str, value: str) -> bytes:
 
 
 def each_field_with_each_value() -> Iterator[Hostile]:
-    for path, base, names in (
-        (COMPLETIONS, PROMPT, SHARED_FIELDS + COMPLETION_FIELDS),
-        (CHAT, MESSAGES, SHARED_FIELDS + CHAT_FIELDS),
-    ):
-        for name in names:
-            for value in BAD_VALUES:
-                yield Hostile(f"{name}={value[:20]}", body(base, name, value), path)
+    """Fields that both routes share get every value on one, and every third on the other."""
+    for name in SHARED_FIELDS + COMPLETION_FIELDS:
+        for value in BAD_VALUES:
+            yield Hostile(f"{name}={value[:20]}", body(PROMPT, name, value))
+    for k, name in enumerate(SHARED_FIELDS + CHAT_FIELDS):
+        values = BAD_VALUES[k % 3 :: 3] if name in SHARED_FIELDS else BAD_VALUES
+        for value in values:
+            yield Hostile(f"{name}={value[:20]}", body(MESSAGES, name, value), CHAT)
 
 
 BAD_BODIES = {
@@ -137,7 +138,7 @@ CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f",
 BAD_MESSAGES: list[Any] = [
     *({}, None, 1, "a", []),
     *({"role": role, "content": "a"} for role in (None, 1, [], {}, "", "\x00", "no such role")),
-    *({"role": role, "content": "a"} for role in ("<|im_start|>system", "{{ 7 * 7 }}", "a" * 9999)),
+    *({"role": role, "content": "a"} for role in ("<|im_start|>system", "{{ 7 * 7 }}", "a" * 500)),
     *({"role": "user", "content": content} for content in (None, 1, True, {}, {"type": "text"})),
     {"content": "a"},
     {"role": "user"},

@@ -15,7 +15,7 @@ from tests.e2e.server_process import ServerProcess, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ALLOWED = {200, 400, 401, 404, 405, 411, 413, 414, 422, 431}
+ALLOWED = {200, 307, 400, 401, 404, 405, 411, 413, 414, 422, 431}
 NUM_CLIENTS = 8
 GOOD = [  # bodies of streams that run beside the corpus
     {"prompt": "The three primary colours are", "max_tokens": 24, "temperature": 0},

@@ -289,7 +289,7 @@ def test_text_equals_the_library(server: ServerProcess, smollm2_gguf: Path) -> N
         max_num_batched_tokens=64, max_num_seqs=8,
     )  # fmt: skip
     try:
-        params = SamplingParams(temperature=0, max_tokens=16)
+        params = SamplingParams(temperature=0, max_tokens=10)
         expected = [
             output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)
         ]
@@ -297,10 +297,10 @@ def test_text_equals_the_library(server: ServerProcess, smollm2_gguf: Path) -> N
     finally:
         llm.close()
     for prompt, text in zip(prompts, expected, strict=True):
-        assert text_of(server.complete(prompt=prompt, max_tokens=16)) == text
-        events = events_of(server.complete(prompt=prompt, max_tokens=16, stream=True))
-        assert "".join(event["choices"][0]["text"] for event in events) == text
-    answer = server.chat(messages=GREETING, max_tokens=16).json()
+        assert text_of(server.complete(prompt=prompt, max_tokens=10)) == text
+    events = events_of(server.complete(prompt=PROMPT, max_tokens=10, stream=True))
+    assert "".join(event["choices"][0]["text"] for event in events) == expected[0]
+    answer = server.chat(messages=GREETING, max_tokens=10).json()
     assert answer["choices"][0]["message"]["content"] == chat
 
 

@@ -291,13 +291,31 @@ def test_template_variables():
             render_chat(tokenizer, messages, chat_template_kwargs={name: "x"})
 
 
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_deeply_nested_template_variables():
+    tokenizer = make_tokenizer("{{ messages[0].content }}{{ mood }}")
+    messages = [{"role": "user", "content": "a"}]
+    render_chat(tokenizer, messages, chat_template_kwargs={"mood": nested(50)})
+    with pytest.raises(InvalidRequestError, match="64 levels") as refused:
+        render_chat(tokenizer, messages, chat_template_kwargs={"mood": nested(900)})
+    assert refused.value.parameter == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     "messages",
     [[], ["a"], [{"role": 1}], [{"content": "a"}], [{"role": "user", "content": 1}],
      [{"role": "user", "content": [{"type": "image_url"}]}],
      [{"role": "user", "content": [{"type": "text"}]}],
      [{"role": "user", "content": [3]}],
-     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]],
+     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+     [{"role": "assistant", "tool_calls": 1}], [{"role": "assistant", "tool_calls": {"a": 1}}],
+     [{"role": "user", "content": "a", "extra": nested(900)}]],
 )  # fmt: skip
 def test_bad_messages(messages):
     with pytest.raises(InvalidRequestError) as refused:
