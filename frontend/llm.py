@@ -168,7 +168,7 @@ class LLM:
                 label = str(next(self.request_counter))
                 self._processor.add(request, label, prompt.text, RequestOutputKind.FINAL_ONLY)
                 self._client.add_request(request)
-            return self._collect(numbers, use_tqdm)
+            return self._collect(numbers, sum(p.n for p in params), use_tqdm)
         except BaseException:  # also Ctrl-C: what this call has queued must not run on
             for request_id in ids:
                 self._drop(request_id)
@@ -185,10 +185,12 @@ class LLM:
             raise ValueError(f"{len(params)} sampling parameters for {num_prompts} prompts")
         return list(params)
 
-    def _collect(self, numbers: dict[str, int], use_tqdm: ProgressBar) -> list[RequestOutput]:
+    def _collect(
+        self, numbers: dict[str, int], num_choices: int, use_tqdm: ProgressBar
+    ) -> list[RequestOutput]:
         results: dict[int, RequestOutput] = {}
-        bar = _processed_bar(len(numbers), use_tqdm)
-        speed = _Speed()
+        bar = _processed_bar(num_choices, use_tqdm)
+        speed = _Speed(num_choices)
         while len(results) < len(numbers):
             message = self._client.get_outputs()
             if self._stats_line is not None:
@@ -215,9 +217,10 @@ class LLM:
 
 
 class _Speed:
-    """Estimated tokens/s in the progress bar."""
+    """Progress over `total` choices, with estimated tokens/s."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int) -> None:
+        self._total = total
         self._num_input = 0
         self._num_output = 0
 
@@ -230,7 +233,9 @@ class _Speed:
             f"est. speed input: {self._num_input / elapsed:.2f} toks/s, "
             f"output: {self._num_output / elapsed:.2f} toks/s"
         )
-        bar.update(1)
+        bar.update(n)
+        if bar.n >= self._total:
+            bar.refresh()
 
 
 def _bar_factory(use_tqdm: ProgressBar) -> Callable[..., Any]:
