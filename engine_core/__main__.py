@@ -40,13 +40,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--parent-pipe", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--log-level", type=int, default=logging.INFO)
     args = parser.parse_args(argv)
     watch = (args.parent_pipe, args.parent_pid, args.socket.parent)
     threading.Thread(target=_watch_parent, args=watch, name="parent-watch", daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _exit_at_once)
     logging.basicConfig(
-        level=logging.INFO, format="%(levelname)s engine core: %(message)s", stream=sys.stderr
+        level=args.log_level, format="%(levelname)s engine core: %(message)s", stream=sys.stderr
     )
 
     from headrace.engine_core.server import SocketThread

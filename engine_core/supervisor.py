@@ -5,6 +5,7 @@ write end lives here, so it ends when this process does, however that happens.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -45,6 +46,7 @@ class EngineCoreProcess:
             sys.executable, "-P", "-m", "headrace.engine_core",
             "--socket", str(self.socket_path), "--epoch", str(self.epoch),
             "--parent-pipe", str(read_end), "--parent-pid", str(os.getpid()),
+            "--log-level", str(logging.getLogger("headrace").getEffectiveLevel()),
         ]  # fmt: skip
         try:
             # A process group of its own: Ctrl-C in the terminal reaches the front end alone, which
