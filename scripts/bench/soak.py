@@ -199,7 +199,7 @@ async def abandoned(
 ) -> None:
     """One request that is dropped when `leave` returns."""
     body = {
-        "model": "m", "prompt": [rng.randint(1000, 40000) for _ in range(100)], "max_tokens": 4000,
+        "model": "m", "prompt": [rng.randint(1000, 40000) for _ in range(40)], "max_tokens": 4000,
         "ignore_eos": True, "stream": rng.random() < 0.5,
     }  # fmt: skip
     reader, writer = await server.send(body)

@@ -2,7 +2,7 @@
 
 from headrace.workers.layers.attention import Attention, AttentionShape
 from headrace.workers.layers.embedding import Embedding
-from headrace.workers.layers.linear import Linear, PackedLinear
+from headrace.workers.layers.linear import Linear, PackedLinear, linear
 from headrace.workers.layers.mlp import GatedMLP
 from headrace.workers.layers.norm import RMSNorm
 from headrace.workers.layers.weight_slot import WeightSlot
@@ -16,4 +16,5 @@ __all__ = [
     "PackedLinear",
     "RMSNorm",
     "WeightSlot",
+    "linear",
 ]

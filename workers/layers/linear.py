@@ -8,6 +8,29 @@ from torch.nn import functional
 
 from headrace.workers.layers.weight_slot import WeightSlot, empty_parameter
 
+_STEPS_PER_OCTAVE = 4
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b: [num_rows, in] -> [num_rows, out].
+
+    In 16 bits, torch's library compiles and keeps a kernel for every number of rows that it meets,
+    megabytes in all for each: rows are padded to a few sizes (four per power of two), so that
+    memory stops growing after the first requests.
+    """
+    num_rows = x.shape[0]
+    padded = num_rows if x.dtype is torch.float32 else _padded(num_rows)
+    if padded == num_rows:
+        return functional.linear(x, weight, bias)
+    wide = x.new_zeros(padded, x.shape[1])
+    wide[:num_rows] = x
+    return functional.linear(wide, weight, bias)[:num_rows]
+
+
+def _padded(num_rows: int) -> int:
+    step = max(1, (1 << (num_rows - 1).bit_length()) // (2 * _STEPS_PER_OCTAVE))
+    return -(-num_rows // step) * step
+
 
 class PackedLinear(nn.Module):
     """Several linear layers of the same input as one: y = x W^T + b, outputs side by side.
@@ -27,7 +50,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of outputs]"""
-        return functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots, start = {}, 0

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from headrace.configs.errors import ModelFileError
 from headrace.kernels.attention import AttentionMetadata
@@ -15,7 +14,15 @@ from headrace.kernels.rotary import (
     select_angles,
 )
 from headrace.workers.kv_cache import KVCache
-from headrace.workers.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, WeightSlot
+from headrace.workers.layers import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    WeightSlot,
+    linear,
+)
 from headrace.workers.layers.weight_slot import allocated
 from headrace.workers.models.decoder_config import DecoderConfig
 
@@ -153,7 +160,7 @@ class Decoder(nn.Module):
         """Final norm and head: [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
         x = self.norm(residual)
         if self.head is None:
-            logits = functional.linear(x, self.embedding.weight).float()
+            logits = linear(x, self.embedding.weight).float()
         else:
             logits = self.head(x).float()
         cap = self.config.final_soft_cap
