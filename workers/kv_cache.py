@@ -11,7 +11,8 @@ import torch
 
 from headrace.workers.protocol import BlockCopy, KVCacheGroupSpec, KVCacheSpec
 
-_POPULATE_BYTES = 16 << 20  # touched at a time, so that the thread can stop soon
+# Touched at a time: small, so that the thread can stop soon and others' page faults get their turn.
+_POPULATE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: as if written to, but without changing what is there
 _LOWEST_PRIORITY = 19
 

@@ -68,7 +68,7 @@ class Worker:
         logger.info("%s", self._facts.describe())
 
     def load_model(self, progress: Callable[[str], None]) -> None:
-        """Size everything, allocate it and copy the weights; KV-cache pages are touched meanwhile.
+        """Size everything, allocate it and copy the weights; then begin to touch KV-cache pages.
 
         Raises `InsufficientMemoryError` before anything is allocated, `ModelFileError` for a bad
         file.
@@ -92,7 +92,6 @@ class Worker:
             self._budget = plan_memory(self.config, model.config, spec, num_bytes, available)
             model.allocate(model_config.max_model_len)
             self._kv_cache = KVCache(spec, self._budget.num_blocks, dtype)
-            self._kv_cache.start_touching()
         with self._timed("load weights"), torch.inference_mode():
             load_weights(
                 model,
@@ -100,6 +99,8 @@ class Worker:
                 model_config.path,
             )
         self._model = model
+        # Only now: on memory that the machine has to find first, touching holds the weights up.
+        self._kv_cache.start_touching()
 
     def init_kv_cache(self) -> WorkerInfo:
         """Join model and cache to a runner and report.
