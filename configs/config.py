@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 DType = Literal["float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,16 @@ class ModelConfig:
     # request with stop_reason None, and the rest.
     eos_token_id: int | None
     extra_eos_token_ids: tuple[int, ...] = ()
+    # Sampling values for what a request leaves unset, and where each of them comes from.
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
-    max_logprobs: int = 20
+    sampling_param_sources: dict[str, str] = field(default_factory=dict)
+    max_output_tokens: int | None = None  # the operator's cap for every request
+    max_logprobs: int = 20  # -1: no cap
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     seed: int | None = None
     weight_version: str = "default"
+    skip_tokenizer_init: bool = False  # token ids in, token ids out
+    renderer_num_workers: int = 1  # threads that tokenize and render templates
 
     @property
     def served_model_name(self) -> str:
@@ -61,6 +68,8 @@ class SchedulerConfig:
     policy: SchedulingPolicy = "fcfs"
     max_bypasses: int = 64  # how often a waiting head that does not fit may be overtaken
     ageing_s: float = 10.0  # priority policy: waiting this long is worth one priority level
+    max_num_queued_reqs: int | None = None  # waiting requests before new ones are refused (503)
+    max_num_queued_tokens: int | None = None  # the same in prompt tokens
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """New tokens of one choice. `start` is the output index of the first of them.
 
     `finish_reason` is None while running, else "stop", "length", "abort" or "error".
+    `prompt_logprobs`: scores of prompt tokens `prompt_logprobs_start` and following, for choice 0
+    of a request that asked for them; those of a long prompt come in several outputs.
     """
 
     request_id: str
@@ -91,6 +93,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     fault: RequestFault | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs_start: int = 0
+    first_scheduled_time: float | None = None  # wall clock, s; with a choice's first output
+    num_preemptions: int = 0  # with a choice's last output
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -107,6 +113,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_cache_hits: int = 0  # tokens found
     accounting_errors: int = 0  # block accounting mismatches found and healed
     num_corrupted: int = 0  # choices that failed because of non-finite logits
+    num_computed_prompt_tokens: int = 0  # prompt tokens computed, not found in the cache
+    num_step_prompt_tokens: int = 0  # of the last step
+    num_step_generation_tokens: int = 0  # of the last step
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -114,6 +123,7 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats
+    timestamp: float = 0.0  # wall clock at the end of the step, s
 
 
 class UtilityResult(msgspec.Struct, tag="result", array_like=True):

@@ -35,11 +35,16 @@ _UNSUPPORTED: dict[str, object] = {  # field -> its neutral value
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as token ids, ready for admission."""
+    """A prompt as token ids, ready for admission: what the renderer makes.
+
+    `arrival_time`: wall clock, in seconds, when rendering began; None: now.
+    """
 
     text: str | None
     token_ids: list[int]
     warnings: tuple[str, ...] = ()
+    cache_salt: str | None = None
+    arrival_time: float | None = None
 
 
 class Admission:

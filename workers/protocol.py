@@ -123,9 +123,10 @@ class SchedulerOutput(msgspec.Struct):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position: the sampled token first, then the top k, descending.
+    """Scores at one position: the sampled (or prompt) token first, then the top k, descending.
 
-    `rank` is the 1-based rank of the sampled token in the whole vocabulary.
+    Log-probabilities or logits, as `ModelConfig.logprobs_mode` says. `rank` is the 1-based rank of
+    the first token in the whole vocabulary.
     """
 
     token_ids: list[int]
@@ -153,3 +154,6 @@ class ModelRunnerOutput(msgspec.Struct):
     step: int
     sampled: dict[ChoiceId, SampledTokens]
     failed: dict[ChoiceId, RequestFault] = {}
+    # Scores of the prompt tokens that this step made known, in order: the logits of position i
+    # score token i + 1, so the first prompt token has none.
+    prompt_logprobs: dict[ChoiceId, list[TokenLogprobs]] = {}
