@@ -10,6 +10,7 @@ from typing import Any, Literal
 DType = Literal["float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class CacheConfig:
     """KV-cache size and prefix caching. `num_blocks` None: decided from memory by the worker."""
 
     block_size: int = 16  # tokens per block
+    gpu_memory_utilization: float = 0.92  # most of the device's memory that this engine may take
     enable_prefix_caching: bool = True
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
@@ -74,14 +76,54 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many workers run the model."""
+    """How many workers run the model, and what is mixed into their class."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    # "module.Class" whose methods join the worker's, for collective_rpc; "" for none.
+    worker_extension_cls: str = ""
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """What the model runs on."""
+
+    device: Literal["cpu"] = "cpu"
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How weights come into memory. `dummy` fills them with random values and reads no file."""
+
+    load_format: LoadFormat = "auto"
+    download_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """Structured output and reasoning; the empty parser name means none."""
+
+    backend: str = "auto"
+    reasoning_backend: str = ""
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    """What is measured and how often it is logged."""
+
+    log_stats_interval_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Where `start_profile` and `stop_profile` leave traces of torch's profiler."""
+
+    torch_profiler_dir: str  # absolute
 
 
 @dataclass(frozen=True)
@@ -92,4 +134,12 @@ class EngineConfig:
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
+    load_config: LoadConfig = field(default_factory=LoadConfig)
+    decoding_config: DecodingConfig = field(default_factory=DecodingConfig)
+    observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    profiler_config: ProfilerConfig | None = None  # None: profiling is refused
+    lora_config: None = None
+    speculative_config: None = None
+    prompt_adapter_config: None = None
     log_stats: bool = True

@@ -1,31 +1,56 @@
 """`EngineArgs`: every engine option by name, type, default and help; the source of the CLI flags.
 
-`create_engine_config()` resolves the model and fills in what is unset, giving the frozen
-`EngineConfig`.
+The options themselves are in `engine_options/`, by group. `create_engine_config()` resolves the
+model and fills in what is unset, giving the frozen `EngineConfig`.
 """
 
 import argparse
 import dataclasses
+import logging
+import os
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
+from headrace.configs import environment
 from headrace.configs.config import (
     CacheConfig,
     DType,
     EngineConfig,
+    LoadConfig,
+    LoadFormat,
+    LogprobsMode,
     ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    ProfilerConfig,
     SchedulerConfig,
     SchedulingPolicy,
 )
-from headrace.configs.errors import ConfigurationError
+from headrace.configs.engine_options.cache import DEFAULT_BLOCK_SIZE, CacheOptions
+from headrace.configs.engine_options.engine import (
+    DecodingOptions,
+    DeviceOptions,
+    ObservabilityOptions,
+    SpeculativeOptions,
+    WholeEngineOptions,
+)
+from headrace.configs.engine_options.load import LoadOptions
+from headrace.configs.engine_options.lora import LoRAOptions, PromptAdapterOptions
+from headrace.configs.engine_options.model import DEFAULT_MODEL as DEFAULT_MODEL
+from headrace.configs.engine_options.model import LOGPROBS_MODES, ModelOptions
+from headrace.configs.engine_options.multimodal import MultiModalOptions
+from headrace.configs.engine_options.parallel import ParallelOptions
+from headrace.configs.engine_options.scheduler import DEFAULT_MAX_NUM_SEQS, SchedulerOptions
+from headrace.configs.errors import ConfigurationError, UnsupportedFeatureError
 from headrace.configs.hardware import cpu_facts
 from headrace.configs.model_files.model_info import ModelInfo, read_model_info
 from headrace.configs.model_files.resolve import resolve_model
-from headrace.configs.options import add_options, option, parse_size
+from headrace.configs.options import add_options, check_options, normalized, option
+from headrace.configs.sampling_sources import resolve_sampling_defaults
 
-DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_MAX_NUM_SEQS = 256
+logger = logging.getLogger(__name__)
+
 DTYPES: dict[str, DType] = {
     "float32": "float32",
     "float": "float32",
@@ -33,6 +58,8 @@ DTYPES: dict[str, DType] = {
     "float16": "float16",
     "half": "float16",
 }
+OFFLINE_TOKENS_PER_STEP = 4096
+SERVER_TOKENS_PER_STEP = 2048
 
 
 class UsageContext(Enum):
@@ -43,153 +70,222 @@ class UsageContext(Enum):
     ENGINE_CONTEXT = "engine"
 
 
+# Fields come in the order of the help: those of the last base first.
 @dataclasses.dataclass
-class EngineArgs:
-    """Arguments of an engine; all have defaults. See `headrace serve --help` for what each does."""
-
-    model: str = option(
-        DEFAULT_MODEL, "a directory or .gguf file, an alias, or a hub id (org/name)", group="model"
-    )
-    tokenizer: str | None = option(
-        None, "directory, tokenizer.json or .gguf file with the tokenizer (default: the model)",
-        group="model",
-    )  # fmt: skip
-    served_model_name: str | list[str] | None = option(
-        None, "name(s) in the API; the first is reported (default: the model)", group="model"
-    )
-    revision: str | None = option(None, "branch, tag or commit of a hub id", group="model")
-    hf_token: str | None = option(
-        None, "hub token (default: the saved login or HF_TOKEN)", group="model", secret=True
-    )
-    download_dir: str | None = option(None, "where hub downloads are kept", group="model")
-    dtype: str = option(
-        "auto", "type of weights and activations; auto: bfloat16 where the CPU computes with it",
-        group="model", choices=["auto", *DTYPES],
-    )  # fmt: skip
-    seed: int | None = option(
-        None, "derive the seeds of requests that give none (default: fresh entropy)", group="model"
-    )
-    max_model_len: int | None = option(
-        None, "longest prompt plus output, in tokens (default: the model's)", group="model",
-        parse=parse_size,
-    )  # fmt: skip
-    max_logprobs: int = option(20, "most log-probabilities a request may ask for", group="model")
-    generation_config: str = option(
-        "auto", "sampling defaults: auto takes the model's, headrace ignores them", group="model",
-        choices=["auto", "headrace", "vllm"],
-    )  # fmt: skip
-    block_size: int = option(16, "tokens per KV-cache block", group="cache")
-    kv_cache_memory_bytes: int | None = option(
-        None, "bytes of the KV cache, e.g. 2G (default: min(what max_num_seqs x max_model_len "
-        "needs, 40 %% of the memory left, 4 GiB))",
-        group="cache", flags=["--kv-cache-memory"], parse=parse_size,
-    )  # fmt: skip
-    num_gpu_blocks_override: int | None = option(
-        None, "exact number of KV-cache blocks", group="cache"
-    )
-    enable_prefix_caching: bool = option(True, "reuse the KV of shared prefixes", group="cache")
-    max_num_seqs: int | None = option(
-        None, f"most sequences in one step (default: {DEFAULT_MAX_NUM_SEQS})", group="scheduler"
-    )
-    max_num_batched_tokens: int | None = option(
-        None, "token budget of one step (default: 4096 offline, 2048 in a server)",
-        group="scheduler", parse=parse_size,
-    )  # fmt: skip
-    scheduling_policy: str = option(
-        "fcfs", "order of the queue; with priority, lower numbers run first", group="scheduler",
-        choices=["fcfs", "priority"],
-    )  # fmt: skip
-    disable_log_stats: bool = option(False, "no periodic statistics line", group="observability")
+class EngineArgs(
+    WholeEngineOptions,
+    SchedulerOptions,
+    ObservabilityOptions,
+    SpeculativeOptions,
+    DeviceOptions,
+    PromptAdapterOptions,
+    LoRAOptions,
+    MultiModalOptions,
+    CacheOptions,
+    ParallelOptions,
+    DecodingOptions,
+    LoadOptions,
+    ModelOptions,
+):
+    """Arguments of an engine; all have defaults. `headrace serve --help=all` explains each."""
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add all flags but `--model`, which is positional in the commands."""
-        add_options(parser, cls, skip=["model"])
+        """Add a flag for every field; returns the parser.
+
+        Spellings that the parser already has are left alone.
+        """
+        add_options(parser, cls)
         return parser
 
     @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Read every field from the namespace; a missing attribute is an AttributeError."""
-        return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
+        values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+        unset = [name for name, value in values.items() if value == [None]]
+        return cls(**values | dict.fromkeys(unset))
 
-    def create_engine_config(
-        self, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
-    ) -> EngineConfig:
-        """Resolve the model (which may download it) and every default.
+    def check(self) -> None:
+        """Raise what `create_engine_config` would raise about the arguments alone; touches no file.
 
-        Raises ConfigurationError for values that cannot work, ModelFileError for the model.
+        Raises ConfigurationError or UnsupportedFeatureError.
         """
-        self._check()
+        args = normalized(self)
+        check_options(args)
+        _Resolver(args, UsageContext.ENGINE_CONTEXT).check()
+
+    def create_engine_config(self, usage_context: UsageContext | None = None) -> EngineConfig:
+        """Resolve the model (which may download it) and every default; these arguments stay.
+
+        Raises ConfigurationError for values that cannot work, UnsupportedFeatureError for options
+        that cannot do anything yet, ModelFileError for the model.
+        """
+        args = normalized(self)
+        for warning in check_options(args):
+            logger.warning("%s", warning)
+        return _Resolver(args, usage_context or UsageContext.ENGINE_CONTEXT).engine_config()
+
+
+@dataclasses.dataclass
+class AsyncEngineArgs(EngineArgs):
+    """Arguments of an asynchronous engine: those of any engine, and the log of requests."""
+
+    enable_log_requests: bool = option(
+        False, "log each request's parameters and end", group="ObservabilityConfig"
+    )
+    disable_log_requests: bool = option(
+        False, "the older spelling of --no-enable-log-requests", group="ObservabilityConfig",
+        switch=True,
+    )  # fmt: skip
+
+    @classmethod
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, async_args_only: bool = False
+    ) -> argparse.ArgumentParser:
+        """Add a flag for every field, or for those that `EngineArgs` lacks; returns the parser."""
+        names = [field.name for field in dataclasses.fields(EngineArgs)] if async_args_only else []
+        add_options(parser, cls, skip=names)
+        return parser
+
+    @property
+    def logs_requests(self) -> bool:
+        """What both spellings say together."""
+        if self.enable_log_requests and self.disable_log_requests:
+            raise ConfigurationError(
+                "enable_log_requests and disable_log_requests contradict each other; give one"
+            )
+        return self.enable_log_requests
+
+
+class _Resolver:
+    """Makes the parts of an `EngineConfig` from checked arguments, which it owns."""
+
+    def __init__(self, args: EngineArgs, usage_context: UsageContext) -> None:
+        self._args = args
+        self._usage_context = usage_context
+
+    def engine_config(self) -> EngineConfig:
+        args = self._args
+        self.check()  # before a download
         path = resolve_model(
-            self.model,
-            revision=self.revision,
-            token=self.hf_token,
-            download_dir=Path(self.download_dir) if self.download_dir else None,
+            args.model,
+            revision=args.revision,
+            token=args.hf_token,
+            download_dir=Path(args.download_dir) if args.download_dir else None,
+            progress=args.use_tqdm_on_load,
         )
-        model_config = self._model_config(path, read_model_info(path))
+        self._check_format(path)
+        info = read_model_info(
+            path,
+            overrides=args.hf_overrides,
+            config_path=Path(args.hf_config_path) if args.hf_config_path else None,
+        )
+        interval = environment.read_number(environment.LOG_STATS_INTERVAL, os.environ)
         return EngineConfig(
-            model_config=model_config,
-            cache_config=CacheConfig(
-                block_size=self.block_size,
-                enable_prefix_caching=self.enable_prefix_caching,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-                num_blocks=self.num_gpu_blocks_override,
-            ),
-            scheduler_config=self._scheduler_config(usage_context),
-            log_stats=not self.disable_log_stats,
+            model_config=self._model_config(path, info),
+            cache_config=self._cache_config(),
+            scheduler_config=self._scheduler_config(),
+            parallel_config=ParallelConfig(worker_extension_cls=args.worker_extension_cls),
+            load_config=LoadConfig(cast(LoadFormat, args.load_format), args.download_dir),
+            observability_config=ObservabilityConfig(log_stats_interval_s=interval),
+            profiler_config=self._profiler_config(),
+            log_stats=not args.disable_log_stats,
         )
 
-    def _check(self) -> None:
-        positive = (
-            "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override",
-            "max_num_seqs", "max_num_batched_tokens",
-        )  # fmt: skip
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}")
-        if self.max_logprobs < 0:
-            raise ConfigurationError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
-        for field in dataclasses.fields(self):
-            choices, value = field.metadata["choices"], getattr(self, field.name)
-            if choices is not None and value not in choices:
-                raise ConfigurationError(
-                    f"{field.name} must be one of {', '.join(choices)}, got {value!r}"
-                )
+    def check(self) -> None:
+        """Everything that can be said without the model."""
+        args = self._args
+        self._scheduler_config()
+        self._profiler_config()
+        if args.enable_chunked_prefill is False:
+            raise ConfigurationError(
+                "enable_chunked_prefill=False is refused: there is no separate prefill phase, a "
+                "prompt longer than a step's token budget runs over several steps. Leave it on; a "
+                "lower max_num_batched_tokens makes long prompts delay other requests less"
+            )
+        if args.max_model_len in ("auto", "-1", -1):
+            raise UnsupportedFeatureError(
+                "--max-model-len auto is not implemented yet; give a number, or leave it out for "
+                "the model's own limit",
+                "max_model_len",
+            )
+        if args.max_model_len is not None and (
+            not isinstance(args.max_model_len, int) or args.max_model_len < 1
+        ):
+            raise ConfigurationError(f"max_model_len must be at least 1, got {args.max_model_len}")
+        if not 0 < args.gpu_memory_utilization <= 1:
+            raise ConfigurationError(
+                "gpu_memory_utilization must be above 0 and at most 1, got "
+                f"{args.gpu_memory_utilization}"
+            )
+
+    def _check_format(self, path: Path) -> None:
+        """The format that the arguments name must be the one of the files."""
+        args, is_gguf = self._args, path.suffix == ".gguf"
+        named = {"load_format": args.load_format, "quantization": args.quantization}
+        for name, value in named.items():
+            if value not in (None, "auto", "dummy") and is_gguf != (value == "gguf"):
+                found = "a GGUF file" if is_gguf else "a directory of safetensors"
+                raise ConfigurationError(f"{name} {value} does not go with {path}, {found}")
 
     def _model_config(self, path: Path, info: ModelInfo) -> ModelConfig:
-        if self.max_model_len is not None and self.max_model_len > info.max_model_len:
-            raise ConfigurationError(
-                f"max_model_len {self.max_model_len} is above the {info.max_model_len} tokens that "
-                f"{self.model} was trained for; give at most that"
-            )
-        names = self.served_model_name or self.model
-        dtype = cpu_facts().preferred_dtype if self.dtype == "auto" else DTYPES[self.dtype]
-        defaults: dict[str, Any] = (
-            dict(info.default_sampling_params) if self.generation_config == "auto" else {}
+        args = self._args
+        names = args.served_model_name or args.model
+        defaults = resolve_sampling_defaults(
+            info, args.generation_config, args.override_generation_config
         )
+        extra_eos = {*info.extra_eos_token_ids, *defaults.eos_token_ids} - {info.eos_token_id}
         return ModelConfig(
-            model=self.model,
+            model=args.model,
             path=str(path),
-            tokenizer_path=str(self.tokenizer or path),
+            tokenizer_path=str(args.tokenizer or path),
             served_model_names=(names,) if isinstance(names, str) else tuple(names),
             architecture=info.architecture,
             hf_config=info.hf_config,
-            dtype=dtype,
-            max_model_len=self.max_model_len or info.max_model_len,
+            dtype=cpu_facts().preferred_dtype if args.dtype == "auto" else DTYPES[args.dtype],
+            max_model_len=self._max_model_len(info),
             vocab_size=info.vocab_size,
             eos_token_id=info.eos_token_id,
-            extra_eos_token_ids=info.extra_eos_token_ids,
-            default_sampling_params=defaults,
-            max_logprobs=self.max_logprobs,
-            seed=self.seed,
+            extra_eos_token_ids=tuple(sorted(t for t in extra_eos if t < info.vocab_size)),
+            default_sampling_params=defaults.values,
+            sampling_param_sources=defaults.sources,
+            max_output_tokens=defaults.max_output_tokens,
+            max_logprobs=args.max_logprobs,
+            logprobs_mode=cast(LogprobsMode, LOGPROBS_MODES[args.logprobs_mode]),
+            seed=args.seed,
+            skip_tokenizer_init=args.skip_tokenizer_init,
+            renderer_num_workers=args.renderer_num_workers,
         )
 
-    def _scheduler_config(self, usage_context: UsageContext) -> SchedulerConfig:
-        budget = self.max_num_batched_tokens
-        seqs = self.max_num_seqs or min(DEFAULT_MAX_NUM_SEQS, budget or DEFAULT_MAX_NUM_SEQS)
+    def _max_model_len(self, info: ModelInfo) -> int:
+        wanted = self._args.max_model_len
+        if not isinstance(wanted, int):
+            return info.max_model_len
+        allowed = environment.read(environment.ALLOW_LONG_MAX_MODEL_LEN, os.environ) == "1"
+        if wanted > info.max_model_len and not allowed:
+            raise ConfigurationError(
+                f"max_model_len {wanted} is above the {info.max_model_len} tokens that "
+                f"{self._args.model} was trained for; give at most that, or set "
+                f"{environment.ALLOW_LONG_MAX_MODEL_LEN.name}=1"
+            )
+        return wanted
+
+    def _cache_config(self) -> CacheConfig:
+        args = self._args
+        return CacheConfig(
+            block_size=args.block_size or DEFAULT_BLOCK_SIZE,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_prefix_caching=args.enable_prefix_caching is not False,
+            kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            num_blocks=args.num_gpu_blocks_override,
+        )
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        args, budget = self._args, self._args.max_num_batched_tokens
+        seqs = args.max_num_seqs or min(DEFAULT_MAX_NUM_SEQS, budget or DEFAULT_MAX_NUM_SEQS)
         if budget is None:
-            budget = max(4096 if usage_context is UsageContext.LLM_CLASS else 2048, seqs)
+            is_offline = self._usage_context is UsageContext.LLM_CLASS
+            budget = max(OFFLINE_TOKENS_PER_STEP if is_offline else SERVER_TOKENS_PER_STEP, seqs)
         if budget < seqs:
             raise ConfigurationError(
                 f"max_num_batched_tokens {budget} is below max_num_seqs {seqs}: a step could not "
@@ -198,10 +294,25 @@ class EngineArgs:
         return SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
-            policy=cast(SchedulingPolicy, self.scheduling_policy),
+            policy=cast(SchedulingPolicy, args.scheduling_policy),
+            max_num_queued_reqs=args.max_num_queued_reqs,
+            max_num_queued_tokens=args.max_num_queued_tokens,
         )
 
-
-@dataclasses.dataclass
-class AsyncEngineArgs(EngineArgs):
-    """Arguments of an asynchronous engine: those of any engine."""
+    def _profiler_config(self) -> ProfilerConfig | None:
+        given: dict[str, Any] = dict(self._args.profiler_config or {})
+        if not given:
+            return None
+        directory, profiler = given.pop("torch_profiler_dir", None), given.pop("profiler", "torch")
+        if given:
+            raise UnsupportedFeatureError(
+                f"--profiler-config: {', '.join(given)} is not implemented yet; known are profiler "
+                "and torch_profiler_dir",
+                "profiler_config",
+            )
+        if profiler != "torch" or not isinstance(directory, str) or not directory:
+            raise ConfigurationError(
+                'profiler_config must name a folder, as in {"torch_profiler_dir": "traces"}, '
+                f"and the profiler must be torch; got {profiler!r} and {directory!r}"
+            )
+        return ProfilerConfig(str(Path(directory).expanduser().absolute()))

@@ -1,6 +1,7 @@
 """Every `HEADRACE_*` environment variable, in one registry; an unknown one is an error."""
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,12 +30,70 @@ CACHE = Variable(
     "HEADRACE_CACHE", "", "folder for pulled models and tokenizers (default: ~/.cache/headrace)"
 )
 API_KEY = Variable("HEADRACE_API_KEY", "", "API key of `headrace serve` when --api-key is absent")
-VARIABLES = (MULTIPROCESSING, CACHE, API_KEY)
+LOG_STATS_INTERVAL = Variable(
+    "HEADRACE_LOG_STATS_INTERVAL", "10", "seconds between two statistics lines of the log"
+)
+LOGGING_LEVEL = Variable(
+    "HEADRACE_LOGGING_LEVEL",
+    "",
+    "least level that commands log: debug, info, warning, error or critical, unless --log-level "
+    "says it (default: info for serve, else warning)",
+)
+ALLOW_LONG_MAX_MODEL_LEN = Variable(
+    "HEADRACE_ALLOW_LONG_MAX_MODEL_LEN",
+    "0",
+    "1 allows --max-model-len above what the model was trained for",
+)
+CPU_KERNELS = Variable(
+    "HEADRACE_CPU_KERNELS",
+    "auto",
+    "kernels on CPUs: auto, reference (torch), avx2, avx512 or avx512bf16",
+)
+VARIABLES = (
+    MULTIPROCESSING,
+    CACHE,
+    API_KEY,
+    LOGGING_LEVEL,
+    LOG_STATS_INTERVAL,
+    ALLOW_LONG_MAX_MODEL_LEN,
+)
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def read(variable: Variable, environ: Mapping[str, str]) -> str:
     """The variable's value in `environ`, or its default."""
     return environ.get(variable.name, variable.default)
+
+
+def read_number(variable: Variable, environ: Mapping[str, str]) -> float:
+    """The variable's value as a number above 0. Raises ConfigurationError if it is not one."""
+    text = read(variable, environ) or variable.default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ConfigurationError(f"{variable.name} must be a number above 0, got {text!r}")
+    return number
+
+
+def read_log_level(environ: Mapping[str, str]) -> str | None:
+    """The log level in lower case, or None. Raises ConfigurationError if there is no such level."""
+    text = read(LOGGING_LEVEL, environ)
+    if text and text.lower() not in LOG_LEVELS:
+        raise ConfigurationError(
+            f"{LOGGING_LEVEL.name} must be one of {', '.join(LOG_LEVELS)}, got {text!r}"
+        )
+    return text.lower() or None
+
+
+def table() -> str:
+    """All variables with their defaults and meanings, for the help."""
+    lines = []
+    for variable in VARIABLES:
+        shown = f" (default: {variable.default})" if variable.default else ""
+        lines += [f"  {variable.name}", f"      {variable.help}{shown}"]
+    return "\n".join(lines)
 
 
 def check_environ(environ: Mapping[str, str]) -> None:

@@ -49,6 +49,14 @@ class CpuFacts:
         """bfloat16 where the processor multiplies it in hardware, else float32."""
         return "bfloat16" if _BFLOAT16_ISA.intersection(self.isa) else "float32"
 
+    def memory_for(self, share: float) -> int:
+        """Bytes that an engine may take: what is available, and at most `share` of the whole.
+
+        The whole is the cgroup's limit, or the machine's memory where there is none.
+        """
+        whole = self.memory_total if self.memory_limit is None else self.memory_limit
+        return min(self.memory_available, int(share * whole))
+
     def describe(self) -> str:
         """One line for the log."""
         quota = "no quota" if self.cpu_quota is None else f"quota {self.cpu_quota:g} CPUs"

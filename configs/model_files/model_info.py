@@ -9,15 +9,18 @@ from typing import Any
 
 import msgspec
 
-from headrace.configs.errors import ModelFileError
+from headrace.configs.errors import ConfigurationError, ModelFileError
 from headrace.configs.model_files.gguf import GGUFFile
 from headrace.configs.model_files.gguf_config import hf_config_from_gguf
 from headrace.configs.model_files.hf_config import normalize_hf_config
 from headrace.configs.model_files.json_file import read_json_object, read_optional_json_object
+from headrace.configs.model_files.overrides import HfOverrides, apply_hf_overrides
+
+GENERATION_CONFIG = "generation_config.json"
 
 # Name in generation_config.json -> name in SamplingParams, whether it is an int, lowest and highest
 # value.
-_SAMPLING_FIELDS: Mapping[str, tuple[str, bool, float, float]] = MappingProxyType(
+SAMPLING_FIELDS: Mapping[str, tuple[str, bool, float, float]] = MappingProxyType(
     {
         "temperature": ("temperature", False, 0.0, math.inf),
         "top_k": ("top_k", True, -1, math.inf),
@@ -52,46 +55,60 @@ class ModelInfo:
     eos_token_id: int | None  # the primary one
     extra_eos_token_ids: tuple[int, ...] = ()  # ascending
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
+    sampling_file: str = GENERATION_CONFIG  # name of the file that those come from
 
 
-def read_model_info(path: Path) -> ModelInfo:
+def read_model_info(
+    path: Path, *, overrides: HfOverrides | None = None, config_path: Path | None = None
+) -> ModelInfo:
     """What a model directory or a GGUF file says about itself; reads no weights.
 
-    Of a directory: `config.json`, and `generation_config.json` and `tokenizer_config.json` if they
-    are there. Raises `ModelFileError` if the model is missing, damaged or not supported.
+    Of a directory: `config.json` (or the one in `config_path`), and `generation_config.json` and
+    `tokenizer_config.json` if they are there. `overrides` change the config before anything
+    follows from it. Raises `ModelFileError` if the model is missing, damaged or not supported.
     """
     path = Path(path)
     if path.is_dir():
-        return _from_directory(path)
-    return _from_gguf(path)
+        return _from_directory(path, overrides or {}, config_path or path)
+    if config_path is not None:
+        raise ConfigurationError(
+            f"hf_config_path {config_path} does not go with {path}: a GGUF file has its own "
+            "config. Leave it out, or change single values with hf_overrides"
+        )
+    return _from_gguf(path, overrides or {})
 
 
-def _from_directory(directory: Path) -> ModelInfo:
-    source = directory / "config.json"
-    config = normalize_hf_config(read_json_object(source), str(source))
-    generation = read_optional_json_object(directory / "generation_config.json")
+def _from_directory(directory: Path, overrides: HfOverrides, config_path: Path) -> ModelInfo:
+    source = config_path if config_path.is_file() else config_path / "config.json"
+    config = normalize_hf_config(
+        apply_hf_overrides(read_json_object(source), overrides), str(source)
+    )
+    generation = read_optional_json_object(directory / GENERATION_CONFIG)
     tokenizer = read_optional_json_object(directory / "tokenizer_config.json")
     eos = [
-        *_token_ids(_tokenizer_eos(directory, tokenizer)),
-        *_token_ids(generation.get("eos_token_id")),
-        *_token_ids(config.get("eos_token_id")),
+        *token_ids(_tokenizer_eos(directory, tokenizer)),
+        *token_ids(generation.get("eos_token_id")),
+        *token_ids(config.get("eos_token_id")),
     ]
-    sampling_source = str(directory / "generation_config.json")
+    sampling_source = str(directory / GENERATION_CONFIG)
     return _model_info(
         config,
         max_model_len=_max_model_len(config, tokenizer.get("model_max_length")),
         eos=eos,
-        sampling=_sampling_params(generation, sampling_source),
+        sampling=sampling_defaults(generation, sampling_source),
+        sampling_file=GENERATION_CONFIG,
     )
 
 
-def _from_gguf(path: Path) -> ModelInfo:
+def _from_gguf(path: Path, overrides: HfOverrides) -> ModelInfo:
     with GGUFFile.open(path) as file:
         config = hf_config_from_gguf(file)
+        if overrides:
+            config = normalize_hf_config(apply_hf_overrides(config, overrides), str(path))
         eos = [
             token
             for key in _GGUF_EOS_KEYS
-            for token in _token_ids(file.metadata.get(f"tokenizer.ggml.{key}"))
+            for token in token_ids(file.metadata.get(f"tokenizer.ggml.{key}"))
         ]
         generation = {
             name: _shortest_float(file.metadata[key])
@@ -102,7 +119,8 @@ def _from_gguf(path: Path) -> ModelInfo:
         config,
         max_model_len=_max_model_len(config, None),
         eos=eos,
-        sampling=_sampling_params(generation, str(path)),
+        sampling=sampling_defaults(generation, str(path)),
+        sampling_file=path.name,
     )
 
 
@@ -112,6 +130,7 @@ def _model_info(
     max_model_len: int,
     eos: Iterable[int],
     sampling: dict[str, Any],
+    sampling_file: str,
 ) -> ModelInfo:
     vocab_size = config["vocab_size"]
     known = [token for token in dict.fromkeys(eos) if token < vocab_size]  # others never come up
@@ -123,6 +142,7 @@ def _model_info(
         eos_token_id=known[0] if known else None,
         extra_eos_token_ids=tuple(sorted(known[1:])),
         default_sampling_params=sampling,
+        sampling_file=sampling_file,
     )
 
 
@@ -145,10 +165,13 @@ def _max_model_len(config: Mapping[str, Any], tokenizer_limit: object) -> int:
     return limit
 
 
-def _sampling_params(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The sampling values that a generation config sets, by their names in `SamplingParams`."""
+def sampling_defaults(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The sampling values that a generation config sets, by their names in `SamplingParams`.
+
+    `source` names the file in messages. Raises `ModelFileError` for a value that cannot be.
+    """
     params: dict[str, Any] = {}
-    for name, (field_name, is_int, low, high) in _SAMPLING_FIELDS.items():
+    for name, (field_name, is_int, low, high) in SAMPLING_FIELDS.items():
         value = generation.get(name)
         if value is None:
             continue
@@ -169,7 +192,7 @@ def _shortest_float(value: Any) -> Any:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _token_ids(value: object) -> list[int]:
+def token_ids(value: object) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [token for token in values if type(token) is int and token >= 0]
 

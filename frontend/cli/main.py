@@ -1,11 +1,9 @@
 """The `headrace` command. Only the chosen sub-command is imported, so that help is quick."""
 
 import argparse
-import difflib
 import importlib
 import importlib.metadata
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,11 +11,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from headrace.configs.environment import check_environ
-from headrace.configs.errors import ConfigurationError, HeadraceError
+from headrace.configs import environment
+from headrace.configs.errors import ConfigurationError, HeadraceError, UnsupportedFeatureError
+from headrace.frontend.cli.arguments import merge_dotted_keys, take_help_topic, with_dashes
+from headrace.frontend.cli.config_file import add_config_option, apply_config_file
+from headrace.frontend.cli.known_flags import KNOWN_COMMANDS
+from headrace.frontend.cli.parser import EXIT_USAGE, Parser
 
 EXIT_ERROR = 1
-EXIT_USAGE = 2
 EXAMPLES = """examples:
   headrace serve                           serve the default model on http://127.0.0.1:8000
   headrace serve smollm2-135m --port 9000
@@ -25,6 +26,9 @@ EXAMPLES = """examples:
   headrace chat --url http://127.0.0.1:8000/v1 -q "What is the capital of France?"
   headrace complete -q "Once upon a time" --max-tokens 40
   headrace pull smollm2-135m               download a model for later
+
+more help: headrace COMMAND --help, --help=all, --help=FLAG, --help=TEXT to search; --help=env lists
+the environment variables
 """
 
 
@@ -41,42 +45,32 @@ COMMANDS = {
     "chat": Command("headrace.frontend.cli.chat", "chat with a model, here or on a server"),
     "complete": Command("headrace.frontend.cli.complete", "complete a text, here or on a server"),
     "pull": Command("headrace.frontend.cli.pull", "download a model for later"),
+    "bench": Command("headrace.frontend.cli.bench.command", "measure speed"),
+    "collect-env": Command("headrace.frontend.cli.collect_env", "print a report of this machine"),
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with a hint at the nearest option when one is unknown."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        if unknown is not None:
-            near = difflib.get_close_matches(unknown[1], self._all_options(), n=1)
-            message += f" (did you mean {near[0]}?)" if near else ""
-        self.print_usage(sys.stderr)
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\n")
-
-    def _all_options(self) -> list[str]:
-        options = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    options += parser._option_string_actions
-        return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors made on purpose are one line."""
-    arguments = [_dashed(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    arguments = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     try:
-        check_environ(os.environ)
+        environment.check_environ(os.environ)
+        topic, arguments = take_help_topic(arguments)
+        if topic is not None:
+            return _print_help(topic, arguments)
         parser, command = _make_parser(arguments)
+        if command is not None:
+            chosen = parser.chosen(arguments)
+            add_config_option(chosen)
+            apply_config_file(chosen, arguments)
+            arguments = merge_dotted_keys(chosen, arguments)
         args = parser.parse_args(arguments)
         if command is None:
             parser.print_help()
             return EXIT_USAGE
         signal.signal(signal.SIGTERM, _interrupt)
         return int(importlib.import_module(command.module).run(args))
-    except ConfigurationError as error:
+    except (ConfigurationError, UnsupportedFeatureError) as error:
         return _fail(error, EXIT_USAGE)
     except HeadraceError as error:
         return _fail(error, EXIT_ERROR)
@@ -85,6 +79,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:  # SIGINT or SIGTERM: what ran is aborted, and that was asked for
         return 0
+
+
+def _print_help(topic: str, arguments: list[str]) -> int:
+    """Print what `--help=TOPIC` asks for; without a command, of the options of `serve`."""
+    if topic.lower() == "env":
+        print(f"environment variables:\n{environment.table()}")
+        return 0
+    words = arguments if _command_in(arguments) in COMMANDS else ["serve", *arguments]
+    parser, _ = _make_parser(words)
+    chosen = parser.chosen(words)
+    add_config_option(chosen)
+    text = chosen.help_on(topic)
+    if text is None:
+        chosen.error(f"--help={topic}: no option, group or text of {chosen.prog} has that")
+    print(text, end="")
+    return 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -102,7 +112,9 @@ def _make_parser(arguments: list[str]) -> tuple[Parser, Command | None]:
     )
     parser.add_argument("-v", "--version", action="version", version=_version())
     subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    chosen = _command_in(arguments)
+    if chosen in KNOWN_COMMANDS:
+        parser.error(f"{chosen} is known but not implemented yet")
     for name, command in COMMANDS.items():
         if name == chosen:
             importlib.import_module(command.module).add_parser(subparsers)
@@ -111,17 +123,12 @@ def _make_parser(arguments: list[str]) -> tuple[Parser, Command | None]:
     return parser, COMMANDS.get(chosen) if chosen else None
 
 
+def _command_in(arguments: list[str]) -> str | None:
+    return next((word for word in arguments if not word.startswith("-")), None)
+
+
 def _version() -> str:
     return f"headrace {importlib.metadata.version('headrace')}"
-
-
-def _dashed(argument: str) -> str:
-    """`--max_model_len=1` as `--max-model-len=1`: underscores in a flag are dashes."""
-    if not argument.startswith("--"):
-        return argument
-    match = re.match(r"--[^.=]*", argument)
-    flag = match.group() if match else ""
-    return flag.replace("_", "-") + argument[len(flag) :]
 
 
 def _fail(error: HeadraceError, code: int) -> int:

@@ -219,6 +219,22 @@ def test_describe(tmp_path: Path) -> None:
     assert "no quota" in cpu_facts(tmp_path / "nothing", [0]).describe()
 
 
+def test_memory_for_a_share(tmp_path: Path) -> None:
+    """Of the machine's 64 GiB, 48 are available; or of a limit of 2 GiB, one is."""
+    machine = facts(tmp_path / "machine", {})
+    assert machine.memory_for(0.25) == 16 * GIB
+    assert machine.memory_for(0.92) == machine.memory_for(1.0) == 48 * GIB
+    limited = facts(
+        tmp_path / "limited",
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": 2 * GIB,
+            "sys/fs/cgroup/memory.current": GIB,
+        },
+    )
+    assert limited.memory_for(0.25) == GIB // 2 and limited.memory_for(1.0) == GIB
+
+
 def test_this_machine() -> None:
     found = cpu_facts()
     assert 1 <= found.num_threads <= len(found.allowed_cpus)

@@ -207,6 +207,27 @@ def test_options(fails: Run, smollm2_gguf: Path) -> None:
     assert "max_tokens" in message and "-1" in message
 
 
+def test_options_that_do_not_exist_yet(fails: Run, smollm2_gguf: Path, tmp_path: Path) -> None:
+    message = serve(fails, smollm2_gguf, "-tp", "2", code=2)
+    assert "--tensor-parallel-size 2 is not implemented yet" in message
+    message = serve(fails, smollm2_gguf, "--ssl-ciphers", "x", code=2)
+    assert "--ssl-ciphers is known but not implemented yet" in message
+    message = serve(fails, smollm2_gguf, "--no-enable-chunked-prefill", code=2)
+    assert "enable_chunked_prefill=False is refused" in message
+    message = fails("complete", str(smollm2_gguf), *QUIET, "--max-model-len", "auto", code=2)
+    assert "--max-model-len auto is not implemented yet" in message
+    options = tmp_path / "options.yaml"
+    options.write_text("max-modl-len: 64\n")
+    message = serve(fails, smollm2_gguf, "--config", str(options), code=2)
+    assert "options.yaml" in message and "max-modl-len" in message and "--max-model-len" in message
+
+
+def test_share_of_memory(fails: Run, smollm2_gguf: Path) -> None:
+    """A share too small for the weights: the numbers say so."""
+    message = serve(fails, smollm2_gguf, "--gpu-memory-utilization", "0.000001")
+    assert re.search(r"weights need \d.*MiB.*short", message), message
+
+
 def test_too_little_memory(fails: Run, smollm2_gguf: Path) -> None:
     """The cache asked for, then the value in the message that would start."""
     for command in (("serve", "--port", "0"), ("complete", *QUIET)):

@@ -1,0 +1,62 @@
+"""Options of running on several workers, replicas and machines."""
+
+# ruff: noqa: RUF009 (every default here is made by option(), a dataclass field)
+
+import dataclasses
+from functools import partial
+
+from headrace.configs.options import option
+
+_option = partial(option, group="ParallelConfig")
+_later = partial(_option, status="later")
+
+
+@dataclasses.dataclass
+class ParallelOptions:
+    """How many workers there are, where they run, and what class they have."""
+
+    distributed_executor_backend: str | type | None = _later(
+        None, "how workers are run: ray, mp, uni or external_launcher", holds=["uni"]
+    )
+    pipeline_parallel_size: int = _later(1, "number of pipeline stages", flags=["-pp"], minimum=1)
+    tensor_parallel_size: int = _later(1, "number of tensor shards", flags=["-tp"], minimum=1)
+    data_parallel_size: int = _later(1, "number of replicas", flags=["-dp"], minimum=1)
+    data_parallel_rank: int | None = _later(
+        None, "rank of this replica behind a load balancer of yours", flags=["-dpn"]
+    )
+    data_parallel_size_local: int | None = _later(
+        None, "number of replicas on this machine", flags=["-dpl"]
+    )
+    data_parallel_address: str | None = _later(None, "address of the first machine", flags=["-dpa"])
+    data_parallel_rpc_port: int | None = _later(
+        None, "port for replicas on other machines", flags=["-dpp"]
+    )
+    data_parallel_backend: str = _later(
+        "mp", "how replicas are started", flags=["-dpb"], choices=["mp", "ray"]
+    )
+    enable_expert_parallel: bool = _later(
+        False, "spread experts over workers instead of cutting them", flags=["-ep"]
+    )
+    enable_eplb: bool = _later(False, "balance the load of experts")
+    num_redundant_experts: int = _later(0, "spare copies of experts", minimum=0)
+    eplb_window_size: int = _later(1000, "steps of load history for balancing experts")
+    eplb_step_interval: int = _later(3000, "steps between two rearrangements of experts")
+    eplb_log_balancedness: bool = _later(False, "log how balanced experts are")
+    max_parallel_loading_workers: int | None = _later(
+        None, "workers that load weights at the same time"
+    )
+    ray_workers_use_nsight: bool = _later(False, "profile Ray workers with Nsight")
+    disable_custom_all_reduce: bool = _later(
+        False, "use the library's all-reduce only; always so", holds=[True]
+    )
+    worker_cls: str = _later("auto", "class of the workers, as module.Class")
+    worker_extension_cls: str = _option(
+        "", "class mixed into the workers, as module.Class; collective_rpc can call its methods"
+    )
+    enable_multimodal_encoder_data_parallel: bool = _later(
+        False, "run media encoders data-parallel"
+    )
+    nnodes: int = _later(1, "number of machines", flags=["-n"], minimum=1)
+    node_rank: int = _later(0, "number of this machine", flags=["-r"], minimum=0)
+    master_addr: str = _later("127.0.0.1", "address of machine 0")
+    master_port: int = _later(29501, "port of machine 0")
