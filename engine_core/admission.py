@@ -1,16 +1,22 @@
 """The core's own fence: what is malformed or can never fit is refused before anything is kept.
 
 The front end checks the same things earlier and with friendlier messages; this fence is what keeps
-the step loop safe whoever sends the request.
+the step loop safe whoever sends the request. What passes becomes a `Request` with its choices.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from headrace.configs.config import EngineConfig
 from headrace.configs.errors import InvalidRequestError
 from headrace.configs.sampling_params import SamplingParams
-from headrace.engine_core.messages import EngineCoreRequest
+from headrace.engine_core.block_hash import root_hash
+from headrace.engine_core.kv_cache_manager import KVCacheManager
+from headrace.engine_core.messages import ChoiceState, EngineCoreRequest
+from headrace.engine_core.request import Choice, Request
+from headrace.engine_core.request_queue import make_rank
+from headrace.workers.protocol import ChoiceId
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,13 @@ class AdmissionLimits:
         self._check_ids(request.prompt_token_ids, "prompt")
         self._check_params(request.sampling_params)
         self._check_choices(request)
+        received = request.num_prompt_logprobs_received
+        if type(received) is not int or not 0 <= received <= len(request.prompt_token_ids):
+            raise InvalidRequestError(
+                f"num_prompt_logprobs_received must be from 0 to {len(request.prompt_token_ids)},"
+                f" got {received!r}",
+                "num_prompt_logprobs_received",
+            )
 
     def _check_ids(self, token_ids: Sequence[int] | Iterable[int], parameter: str) -> None:
         for token in token_ids:
@@ -56,6 +69,16 @@ class AdmissionLimits:
         self._check_ids(params.all_stop_token_ids, "stop_token_ids")
         self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
         self._check_ids(params.logit_bias or (), "logit_bias")
+        for sequence in params.bad_words_token_ids or ():
+            self._check_ids(sequence, "bad_words")
+            if not sequence:
+                raise InvalidRequestError("a bad word has no tokens", "bad_words")
+        for token, bias in (params.logit_bias or {}).items():
+            if not isinstance(bias, (int, float)) or math.isnan(bias):
+                raise InvalidRequestError(
+                    f"logit_bias of token {token} must be a number, got {bias!r}", "logit_bias"
+                )
+        _check_something_is_allowed(params)
 
     def _check_choices(self, request: EngineCoreRequest) -> None:
         n = request.sampling_params.n
@@ -88,3 +111,95 @@ class AdmissionLimits:
                 " prompt, or raise max_model_len or the KV-cache memory",
                 "prompt",
             )
+
+
+def _check_something_is_allowed(params: SamplingParams) -> None:
+    """Raise InvalidRequestError if the allowed ids are none, or all forbidden from the start."""
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids)
+    left -= {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
+    if params.min_tokens > 0:
+        left -= params.all_stop_token_ids
+    if not left:
+        raise InvalidRequestError(
+            f"allowed_token_ids has {len(params.allowed_token_ids)} ids, and bad_words and"
+            f" min_tokens={params.min_tokens} leave none of them; allow at least one more",
+            "allowed_token_ids",
+        )
+
+
+class Admission:
+    """Turns request messages into requests that the scheduler can run to their end."""
+
+    def __init__(
+        self, config: EngineConfig, kv: KVCacheManager, clock: Callable[[], float]
+    ) -> None:
+        self._config = config.scheduler_config
+        self._clock = clock
+        model = config.model_config
+        self._model_identity = repr((model.path, model.dtype, model.weight_version))
+        self._num_seen = 0
+        self._limits = AdmissionLimits(
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            max_pool_tokens=kv.max_request_tokens(),
+            num_blocks=kv.num_usable_blocks,
+            block_size=kv.block_size,
+        )
+
+    @property
+    def max_pool_tokens(self) -> int:
+        """Prompt plus output tokens that the pool can hold for one choice."""
+        return self._limits.max_pool_tokens
+
+    def admit(self, message: EngineCoreRequest) -> Request:
+        """The request with its choices, not queued yet.
+
+        Raises InvalidRequestError if it is malformed or can never fit.
+        """
+        self._limits.check(message)
+        self._num_seen += 1
+        params = message.sampling_params
+        request = Request(
+            request_id=message.request_id,
+            num_prompt_tokens=len(message.prompt_token_ids),
+            sampling_params=params,
+            eos_token_id=message.eos_token_id,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            priority=message.priority,
+            hash_root=root_hash(
+                model_identity=self._model_identity,
+                weight_version=message.weight_version,
+                cache_salt=message.cache_salt,
+            ),
+            reads_prefix_cache=params.prompt_logprobs is None,
+        )
+        max_total = self._limits.max_request_tokens
+        if params.max_tokens is not None:
+            max_total = min(max_total, request.num_prompt_tokens + params.max_tokens)
+        for state in message.choices:
+            choice = self._make_choice(message, request, state, max_total)
+            request.choices[state.index] = choice
+        return request
+
+    def _make_choice(
+        self, message: EngineCoreRequest, request: Request, state: ChoiceState, max_total: int
+    ) -> Choice:
+        prompt = message.prompt_token_ids
+        return Choice(
+            id=ChoiceId(message.request_id, state.index),
+            request=request,
+            rank=make_rank(
+                self._config.policy,
+                priority=message.priority,
+                arrival_time=min(message.arrival_time, self._clock()),
+                ageing_s=self._config.ageing_s,
+                number=self._num_seen,
+                index=state.index,
+            ),
+            # The n choices share the prompt's list until each of them runs.
+            token_ids=prompt + state.output_token_ids if state.output_token_ids else prompt,
+            max_total_tokens=max_total,
+            num_scored=max(1, message.num_prompt_logprobs_received),
+        )

@@ -32,20 +32,15 @@ class Forks:
             child.waits_for = WaitsFor.FORK_PARENT
             parent.request.fork_children[child.id.index] = child
 
-    def fork_children(self, parent: Choice) -> list[Choice]:
-        """Give the children of a parent whose prompt is complete in this step their blocks.
-
-        As far as blocks reach. Returns the children; they are ready to be queued.
+    def share(self, parent: Choice, child: Choice) -> None:
+        """Give a child its blocks, as far as they reach: the parent's prompt is complete in this
+        step.
         """
-        children = self.orphan(parent)
-        for child in children:
-            copies = self._kv.fork(parent, child)
-            if copies is None:
-                continue
+        copies = self._kv.fork(parent, child)
+        if copies is not None:
             child.num_computed_tokens = parent.request.num_prompt_tokens - 1
             child.num_cached_tokens = parent.num_cached_tokens
             self._holders[child] = copies
-        return children
 
     def orphan(self, parent: Choice) -> list[Choice]:
         """The parent can no longer be forked: returns its children, as ordinary waiting choices."""

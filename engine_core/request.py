@@ -61,6 +61,8 @@ class Choice:
     num_preemptions: int = 0
     num_bypasses: int = 0  # later choices admitted while this one did not fit
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
+    num_scored: int = 1  # leading prompt tokens whose scores were sent; the first has none
+    first_scheduled_time: float | None = None  # wall clock, s; None again once it was sent
     known_to_worker: bool = False
     status: Status = Status.WAITING
     waits_for: WaitsFor = WaitsFor.NOTHING

@@ -14,21 +14,16 @@ from dataclasses import dataclass
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import InvalidRequestError, NonFiniteLogitsError
-from headrace.engine_core.admission import AdmissionLimits
-from headrace.engine_core.block_hash import root_hash
+from headrace.engine_core.admission import Admission
 from headrace.engine_core.forks import Forks
 from headrace.engine_core.kv_cache_manager import KVCacheManager
 from headrace.engine_core.messages import EngineCoreOutput, EngineCoreRequest, EngineStats
 from headrace.engine_core.request import Choice, FinishReason, Request, Status, WaitsFor
-from headrace.engine_core.request_queue import make_rank
-from headrace.engine_core.step_planner import StepPlanner
+from headrace.engine_core.step_orders import StepOrders
+from headrace.engine_core.step_planner import StepPlan, StepPlanner
 from headrace.workers.protocol import (
-    BlockCopy,
-    CachedRequestData,
-    ChoiceId,
     KVCacheSpec,
     ModelRunnerOutput,
-    NewRequestData,
     RequestFault,
     SampledTokens,
     SchedulerOutput,
@@ -44,6 +39,7 @@ class _InFlight:
 
     choice: Choice
     num_computed_tokens: int  # after the step
+    num_prompt_tokens: int  # of the prompt, computed by the step
     samples: bool
 
 
@@ -62,70 +58,45 @@ class Scheduler:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`num_blocks` includes the null block. `clock` gives wall-clock seconds."""
-        self._config = config.scheduler_config
-        self._clock = clock
         self._kv = KVCacheManager(
             kv_cache_spec,
             num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
-            max_step_tokens=self._config.max_num_batched_tokens,
+            max_step_tokens=config.scheduler_config.max_num_batched_tokens,
         )
-        self._limits = AdmissionLimits(
-            vocab_size=config.model_config.vocab_size,
-            max_model_len=config.model_config.max_model_len,
-            max_pool_tokens=self._kv.max_request_tokens(),
-            num_blocks=self._kv.num_usable_blocks,
-            block_size=kv_cache_spec.block_size,
-        )
-        model = config.model_config
-        self._model_identity = repr((model.path, model.dtype, model.weight_version))
+        self._admission = Admission(config, self._kv, clock)
         self._forks = Forks(self._kv)
-        self._planner = StepPlanner(self._config, self._kv, self._forks)
+        self._orders = StepOrders(self._kv, self._forks, clock)
+        self._planner = StepPlanner(config.scheduler_config, self._kv, self._forks)
         self._requests: dict[str, Request] = {}
         self._in_flight: dict[int, list[_InFlight]] = {}  # step number -> its choices
-        self._finished: list[ChoiceId] = []  # the worker has to forget these
-        self._copies: list[BlockCopy] = []  # for the next step handed out
-        self._num_requests_seen = 0
+        self._failures: list[EngineCoreOutput] = []  # of choices that no step could be made for
         self._num_choices = 0
-        self._step = 0  # the last one handed out
         self._num_accounting_errors = 0
         self._num_corrupted = 0
+        self._num_computed_prompt_tokens = 0
+        self._num_step_prompt_tokens = 0
+        self._num_step_generation_tokens = 0
 
     # -- requests in and out ------------------------------------------------------------------
 
     @property
     def max_request_tokens(self) -> int:
         """Prompt plus output tokens that the pool can hold for one choice."""
-        return self._limits.max_pool_tokens
+        return self._admission.max_pool_tokens
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request.
 
         Raises InvalidRequestError, and keeps nothing, if it is malformed or can never fit.
         """
-        self._limits.check(request)
+        admitted = self._admission.admit(request)
         if request.request_id in self._requests:
             raise InvalidRequestError(
                 f"request {request.request_id} is running already; ids must be unique", "request_id"
             )
-        params = request.sampling_params
-        admitted = Request(
-            request_id=request.request_id,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            sampling_params=params,
-            eos_token_id=request.eos_token_id,
-            stop_token_ids=frozenset(params.stop_token_ids or ()),
-            priority=request.priority,
-            hash_root=root_hash(
-                model_identity=self._model_identity,
-                weight_version=request.weight_version,
-                cache_salt=request.cache_salt,
-            ),
-            reads_prefix_cache=params.prompt_logprobs is None,
-        )
-        choices = self._make_choices(request, admitted)
+        choices = list(admitted.choices.values())
         self._requests[request.request_id] = admitted
-        admitted.choices.update((choice.id.index, choice) for choice in choices)
         self._num_choices += len(choices)
         if any(choice.num_output_tokens for choice in choices):  # a replay: nothing to share
             for choice in choices:
@@ -133,33 +104,6 @@ class Scheduler:
         else:
             self._forks.wait(choices[0], choices[1:])
             self._planner.enqueue(choices[0])
-
-    def _make_choices(self, request: EngineCoreRequest, admitted: Request) -> list[Choice]:
-        self._num_requests_seen += 1
-        num_prompt = admitted.num_prompt_tokens
-        max_total = self._limits.max_request_tokens
-        if admitted.sampling_params.max_tokens is not None:
-            max_total = min(max_total, num_prompt + admitted.sampling_params.max_tokens)
-        return [
-            Choice(
-                id=ChoiceId(request.request_id, state.index),
-                request=admitted,
-                rank=make_rank(
-                    self._config.policy,
-                    priority=request.priority,
-                    arrival_time=min(request.arrival_time, self._clock()),
-                    ageing_s=self._config.ageing_s,
-                    number=self._num_requests_seen,
-                    index=state.index,
-                ),
-                # The n choices share the prompt's list until each of them runs.
-                token_ids=request.prompt_token_ids + state.output_token_ids
-                if state.output_token_ids
-                else request.prompt_token_ids,
-                max_total_tokens=max_total,
-            )
-            for state in request.choices
-        ]
 
     def abort(self, request_id: str, index: int | None = None) -> list[EngineCoreOutput]:
         """End a request, or one choice of it, with reason "abort"; its blocks are free at once.
@@ -176,19 +120,15 @@ class Scheduler:
             if index is None or choice.id.index == index
         ]
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any choice has not ended."""
-        return bool(self._requests)
-
     def has_work(self) -> bool:
         """Whether `schedule` may have something to hand out, now or later."""
-        return bool(self._requests or self._finished)
+        return bool(self._requests or self._orders.has_finished or self._failures)
 
     def stats(self) -> EngineStats:
         """The state now; a fresh object."""
         num_running = self._planner.num_running
         return EngineStats(
-            step=self._step,
+            step=self._orders.last_step,
             num_running=num_running,
             num_waiting=self._num_choices - num_running,
             num_free_blocks=self._kv.num_free_blocks,
@@ -199,6 +139,9 @@ class Scheduler:
             prefix_cache_hits=self._planner.prefix_cache_hits,
             accounting_errors=self._num_accounting_errors,
             num_corrupted=self._num_corrupted,
+            num_computed_prompt_tokens=self._num_computed_prompt_tokens,
+            num_step_prompt_tokens=self._num_step_prompt_tokens,
+            num_step_generation_tokens=self._num_step_generation_tokens,
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -232,64 +175,71 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Make the next step; None if nothing can be done before more requests or results arrive.
 
-        A step without tokens is handed out when there are only finished ids to deliver.
+        A choice whose preparation raises fails alone; it is reported with the next result. A step
+        without tokens is handed out when there are only finished ids or such failures to deliver.
         """
-        self._copies += self._forks.take_copies()
-        plan = self._planner.plan()
-        if not plan.counts and not self._finished:
+        self._orders.take_copies()
+        plan = self._plan()
+        if not (plan.counts or self._orders.has_finished or self._failures):
             return None
         return self._hand_out(plan.counts)
 
+    def _plan(self) -> StepPlan:
+        """A plan without the choices that break it."""
+        while True:
+            try:
+                return self._planner.plan()
+            except Exception as error:
+                subject = self._planner.subject
+                if subject is None or subject.status is Status.FINISHED:
+                    raise
+                self._fail_unprepared(subject, error)
+
     def _hand_out(self, counts: dict[Choice, int]) -> SchedulerOutput:
-        self._step += 1
-        step = SchedulerOutput(
-            step=self._step,
-            new_requests=[],
-            cached_requests=[],
-            num_scheduled_tokens={choice.id: count for choice, count in counts.items()},
-            finished=self._finished,
-            block_copies=self._copies,
-        )
-        self._finished, self._copies = [], []
+        step = self._orders.begin()
         records = []
         for choice, count in counts.items():
-            self._describe(choice, step)
-            choice.num_computed_tokens += count
-            samples = choice.num_computed_tokens == len(choice.token_ids) + choice.num_pending
-            records.append(_InFlight(choice, choice.num_computed_tokens, samples))
-            choice.num_in_flight += 1
-            if samples:
-                choice.num_pending += 1
-                if choice.request.fork_children:
-                    for child in self._forks.fork_children(choice):
-                        self._planner.enqueue(child)
+            try:
+                self._orders.add(step, choice, count)
+            except Exception as error:
+                self._fail_unprepared(choice, error)
+            else:
+                records.append(self._advance(choice, count))
         if records:
             self._in_flight[step.step] = records
-        step.blocks_to_zero = self._kv.take_blocks_to_zero()
+        self._orders.end(step)
         return step
 
-    def _describe(self, choice: Choice, step: SchedulerOutput) -> None:
-        """Tell the worker what it does not know of a choice, before the step advances it."""
-        if choice.known_to_worker:
-            resumed = choice.blocks is not None and choice.blocks.num_sent == 0
-            step.cached_requests.append(
-                CachedRequestData(
-                    choice.id, self._kv.take_unsent(choice), choice.num_computed_tokens, resumed
-                )
-            )
-            return
-        choice.known_to_worker = True
-        choice.token_ids = list(choice.token_ids)  # from here on it grows
-        step.new_requests.append(
-            NewRequestData(
-                choice_id=choice.id,
-                token_ids=list(choice.token_ids),
-                num_prompt_tokens=choice.request.num_prompt_tokens,
-                sampling_params=choice.request.sampling_params,
-                block_ids=self._kv.take_unsent(choice),
-                num_computed_tokens=choice.num_computed_tokens,
-            )
-        )
+    def _advance(self, choice: Choice, count: int) -> _InFlight:
+        """Account for tokens handed out, as if they were computed."""
+        num_prompt = choice.request.num_prompt_tokens
+        num_prompt_left = max(0, num_prompt - choice.num_computed_tokens)
+        choice.num_computed_tokens += count
+        choice.num_in_flight += 1
+        samples = choice.num_computed_tokens == choice.num_tokens
+        if samples:
+            choice.num_pending += 1
+            if choice.request.fork_children:
+                self._fork(choice)
+        return _InFlight(choice, choice.num_computed_tokens, min(count, num_prompt_left), samples)
+
+    def _fork(self, parent: Choice) -> None:
+        """The parent's prompt is complete in this step: its children can run, too."""
+        for child in self._forks.orphan(parent):
+            try:
+                self._forks.share(parent, child)
+            except Exception as error:
+                self._fail_unprepared(child, error)
+            else:
+                self._planner.enqueue(child)
+
+    def _fail_unprepared(self, choice: Choice, error: Exception) -> None:
+        """The fence of `schedule`: one choice's fault ends that choice alone."""
+        logger.error("%s could not be prepared", choice.id, exc_info=error)
+        fault = RequestFault("request_failed", f"internal error: {type(error).__name__}")
+        self._failures.append(self._fail(choice, fault))
+        for problem in self.check_integrity():
+            logger.error("block accounting: %s (healed)", problem)
 
     # -- results ------------------------------------------------------------------------------
 
@@ -300,12 +250,14 @@ class Scheduler:
 
         Whatever belongs to a choice that has ended meanwhile is dropped.
         """
-        outputs = []
-        if output.failed:
-            self._distrust(step)
+        outputs, self._failures = self._failures, []
+        if output.failed and output.failed.keys() >= step.num_scheduled_tokens.keys():
+            self._orders.repeat(step)  # all failed: perhaps the step never ran
+        self._num_step_prompt_tokens = self._num_step_generation_tokens = 0
         for record in self._in_flight.pop(step.step, ()):
             choice = record.choice
             choice.num_in_flight -= 1
+            self._num_step_prompt_tokens += record.num_prompt_tokens
             if choice.status is Status.FINISHED:
                 continue
             num_known = len(choice.token_ids)
@@ -319,7 +271,9 @@ class Scheduler:
                 message = f"internal error: {type(error).__name__}"
                 result = self._fail(choice, RequestFault("request_failed", message))
             if result is not None:
+                self._num_step_generation_tokens += len(result.new_token_ids)
                 outputs.append(result)
+        self._num_computed_prompt_tokens += self._num_step_prompt_tokens
         return outputs
 
     def _take_result(self, record: _InFlight, output: ModelRunnerOutput) -> EngineCoreOutput | None:
@@ -336,6 +290,7 @@ class Scheduler:
             return self._fail(choice, fault)
         self._kv.commit(choice, record.num_computed_tokens)  # nothing if it was preempted
         result = self._accept(choice, sampled) if sampled is not None and record.samples else None
+        result = self._add_scores(choice, output.prompt_logprobs.get(choice.id), result)
         if choice.waits_for is WaitsFor.RESULTS and not choice.num_in_flight:
             self._resume(choice)
         return result
@@ -348,19 +303,25 @@ class Scheduler:
             return self._output(choice, sampled.token_ids, sampled.logprobs)
         return self._finish(choice, sampled.token_ids, *stop, logprobs=sampled.logprobs)
 
+    def _add_scores(
+        self,
+        choice: Choice,
+        scores: list[TokenLogprobs] | None,
+        result: EngineCoreOutput | None,
+    ) -> EngineCoreOutput | None:
+        """Put scores of prompt tokens into the choice's output; they may be all that is in it."""
+        if not scores:
+            return result
+        result = result or self._output(choice, [], None)
+        result.prompt_logprobs = scores
+        result.prompt_logprobs_start = choice.num_scored
+        choice.num_scored += len(scores)
+        return result
+
     def _resume(self, choice: Choice) -> None:
         choice.waits_for = WaitsFor.NOTHING
         if choice.status is Status.WAITING:
             self._planner.enqueue(choice)
-
-    def _distrust(self, step: SchedulerOutput) -> None:
-        """Part of a step failed, perhaps all of it: give its other orders again.
-
-        Waiting fork children, whose copies it may have held, start afresh.
-        """
-        self._kv.zero_again(step.blocks_to_zero)
-        self._finished += step.finished
-        self._forks.release_all()
 
     def _fail(self, choice: Choice, fault: RequestFault) -> EngineCoreOutput:
         self._forks.release_all(choice.request)
@@ -381,12 +342,14 @@ class Scheduler:
         output.finish_reason = reason
         output.stop_reason = stop_reason
         output.fault = fault
+        output.num_preemptions = choice.num_preemptions
         self._end(choice, taint=fault is not None)
         return output
 
     def _output(
         self, choice: Choice, new_token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> EngineCoreOutput:
+        first_scheduled_time, choice.first_scheduled_time = choice.first_scheduled_time, None
         return EngineCoreOutput(
             request_id=choice.id.request_id,
             index=choice.id.index,
@@ -394,6 +357,7 @@ class Scheduler:
             new_token_ids=new_token_ids,
             logprobs=logprobs,
             num_cached_tokens=choice.num_cached_tokens,
+            first_scheduled_time=first_scheduled_time,
         )
 
     def _end(self, choice: Choice, *, taint: bool) -> None:
@@ -404,8 +368,7 @@ class Scheduler:
         for child in self._forks.end(choice):
             self._planner.enqueue(child)
         self._kv.free(choice, taint=taint)
-        if choice.known_to_worker:
-            self._finished.append(choice.id)
+        self._orders.forget(choice)
         del request.choices[choice.id.index]
         self._num_choices -= 1
         if not request.choices:

@@ -41,6 +41,7 @@ class StepPlanner:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # tokens looked up
         self.prefix_cache_hits = 0  # tokens found
+        self.subject: Choice | None = None  # whom `plan` is looking at, in case that it raises
         self._config = config
         self._kv = kv
         self._forks = forks
@@ -63,7 +64,12 @@ class StepPlanner:
             self._queue.remove(choice)
 
     def plan(self) -> StepPlan:
-        """Decide about the next step; its `counts` are empty if nothing can run now."""
+        """Decide about the next step; its `counts` are empty if nothing can run now.
+
+        If it raises, the fault lies with `subject`: with that choice removed, it can be called
+        again.
+        """
+        self.subject = None
         num_prefills = sum(
             1
             for choice in self._running
@@ -82,7 +88,7 @@ class StepPlanner:
     def _plan_running(self, plan: StepPlan) -> None:
         position = 0
         while position < len(self._running) and plan.budget > 0:
-            choice = self._running[position]
+            choice = self.subject = self._running[position]
             position += 1
             num_new = self._wanted(choice, plan, reserve=len(self._running) - position)
             if num_new == 0:
@@ -131,20 +137,22 @@ class StepPlanner:
         admitted until it fits.
         """
         misfits: list[Choice] = []
-        while plan.budget > 0 and len(misfits) < MAX_MISFITS:
-            choice = self._queue.peek()
-            if choice is None or not (self._has_slot() or self._victims(choice)):
-                break
-            self._queue.remove(choice)
-            if self._admit(choice, plan):
-                for misfit in misfits:
-                    misfit.num_bypasses += 1
-            else:
-                misfits.append(choice)
-            if any(misfit.num_bypasses >= self._config.max_bypasses for misfit in misfits):
-                break
-        for misfit in misfits:
-            self._queue.push(misfit)
+        try:
+            while plan.budget > 0 and len(misfits) < MAX_MISFITS:
+                choice = self.subject = self._queue.peek()
+                if choice is None or not (self._has_slot() or self._victims(choice)):
+                    break
+                self._queue.remove(choice)
+                if self._admit(choice, plan):
+                    for misfit in misfits:
+                        misfit.num_bypasses += 1
+                else:
+                    misfits.append(choice)
+                if any(misfit.num_bypasses >= self._config.max_bypasses for misfit in misfits):
+                    break
+        finally:
+            for misfit in misfits:
+                self._queue.push(misfit)
 
     def _has_slot(self) -> bool:
         return len(self._running) < self._config.max_num_seqs
@@ -217,6 +225,7 @@ class StepPlanner:
     def _plan_leftover(self, plan: StepPlan) -> None:
         """Nobody else could use what is left of the budget: give it to prefills after all."""
         for choice, count in plan.counts.items():
+            self.subject = choice
             num_more = min(choice.num_tokens - choice.num_computed_tokens - count, plan.budget)
             if num_more > 0 and self._kv.allocate(
                 choice, choice.num_computed_tokens + count + num_more
@@ -229,6 +238,7 @@ class StepPlanner:
 
         It starts again from its tokens, once those in flight are known.
         """
+        beneficiary, self.subject = self.subject, choice
         self._remove_running(choice)
         plan.budget += plan.counts.pop(choice, 0)
         self._kv.free(choice)
@@ -242,6 +252,9 @@ class StepPlanner:
             choice.waits_for = WaitsFor.RESULTS
         else:
             self._queue.push(choice)
+        self.subject = beneficiary
 
     def _remove_running(self, choice: Choice) -> None:
-        del self._running[bisect_left(self._running, choice.rank, key=_rank)]
+        place = bisect_left(self._running, choice.rank, key=_rank)
+        if place < len(self._running) and self._running[place] is choice:
+            del self._running[place]

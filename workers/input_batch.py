@@ -2,51 +2,31 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.attention import (
-    AttentionMetadata,
-    AttentionPlanner,
     SequenceSlots,
     block_slots,
 )
+from headrace.workers.growing_array import GrowingArray
+from headrace.workers.logit_edits import LogitEdits, LogitRules
+from headrace.workers.models import StepAttention, StepPlanner
 from headrace.workers.protocol import CachedRequestData, ChoiceId, NewRequestData
 from headrace.workers.sampler import SamplingRow
-
-
-class GrowingArray:
-    """An int64 array that can be appended to; capacity doubles."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self._data = values.astype(np.int64)  # a copy
-        self._size = len(values)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def view(self) -> np.ndarray:
-        """The values; valid until the next `extend`."""
-        return self._data[: self._size]
-
-    def extend(self, values: np.ndarray | Sequence[int]) -> None:
-        size = self._size + len(values)
-        if size > len(self._data):
-            grown = np.empty(max(size, 2 * len(self._data)), dtype=np.int64)
-            grown[: self._size] = self.view()
-            self._data = grown
-        self._data[self._size : size] = values
-        self._size = size
 
 
 @dataclass
 class KnownChoice:
     """What the worker knows of one choice until it is finished.
 
-    `slots`: per KV group, where in the cache each position of its block table lies. `num_scheduled`
-    is what the current step computes, from `num_computed_tokens` on.
+    `slots`: per KV group, where in the cache each position of its block table lies. `edits`: what
+    its parameters do to logits, if anything. `num_scored`: the leading prompt tokens whose scores
+    are not wanted, or have been made (the first never has any). `num_scheduled` is what the current
+    step computes, from `num_computed_tokens` on.
     """
 
     choice_id: ChoiceId
@@ -55,6 +35,8 @@ class KnownChoice:
     tokens: GrowingArray
     slots: list[GrowingArray]
     num_computed_tokens: int
+    num_scored: int
+    edits: LogitEdits | None = None
     num_scheduled: int = 0
 
     @property
@@ -66,6 +48,18 @@ class KnownChoice:
     def is_sampled(self) -> bool:
         """Whether the current step reaches the last token, so that the next one is sampled."""
         return self.context_end == len(self.tokens)
+
+    @property
+    def scored_positions(self) -> range:
+        """Positions of the current step whose logits score the prompt token after them."""
+        first = max(self.num_computed_tokens, self.num_scored - 1)
+        return range(first, max(first, min(self.context_end, self.num_prompt_tokens - 1)))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append sampled tokens."""
+        self.tokens.extend(token_ids)
+        if self.edits is not None:
+            self.edits.extend(token_ids)
 
 
 class RequestTable:
@@ -85,6 +79,8 @@ class RequestTable:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._choices: dict[ChoiceId, KnownChoice] = {}
+        # By request id; its choices hold them.
+        self._rules: WeakValueDictionary[str, LogitRules] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -135,9 +131,21 @@ class RequestTable:
             tokens=GrowingArray(tokens),
             slots=[GrowingArray(slots) for slots in self._slots(new.block_ids)],
             num_computed_tokens=new.num_computed_tokens,
+            num_scored=_num_scored(new),
+            edits=self._make_edits(new, tokens),
         )
         self._choices[new.choice_id] = state
         return state
+
+    def _make_edits(self, new: NewRequestData, tokens: np.ndarray) -> LogitEdits | None:
+        rules = self._rules.get(new.choice_id.request_id)
+        if rules is None:
+            rules = LogitRules(new.sampling_params, self.vocab_size)
+            self._rules[new.choice_id.request_id] = rules
+        num_prompt = new.num_prompt_tokens
+        if not rules.is_active(len(tokens) - num_prompt):
+            return None
+        return LogitEdits(rules, tokens[:num_prompt], new.token_ids[num_prompt:])
 
     def _update(self, cached: CachedRequestData) -> KnownChoice:
         state = self._choices.get(cached.choice_id)
@@ -162,25 +170,51 @@ class RequestTable:
         return [block_slots(ids, self.block_size) for ids in block_ids]
 
 
+def _num_scored(new: NewRequestData) -> int:
+    if new.sampling_params.prompt_logprobs is None or new.choice_id.index != 0:
+        return new.num_prompt_tokens
+    return max(1, new.num_prompt_logprobs_received)
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Rows of a batch whose logits score prompt tokens: of one choice, one after the other."""
+
+    state: KnownChoice
+    first_row: int
+    positions: range  # in the choice; the logits of each score the token after it
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the batch."""
+        return slice(self.first_row, self.first_row + len(self.positions))
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """The prompt tokens to score, [len(positions)] int64."""
+        tokens = self.state.tokens.view()
+        return torch.from_numpy(tokens[self.positions.start + 1 : self.positions.stop + 1].copy())
+
+
 @dataclass(frozen=True)
 class InputBatch:
     """One step's flat token batch.
 
     Decode rows come first, by falling context length, then longer chunks.
 
-    `sampled` are the choices that get a token, `sampled_rows` their last rows in the batch.
+    `sampled` are the choices that get a token, `sampled_rows` their last rows in the batch;
+    `scored` are those whose prompt tokens get scores.
     """
 
     token_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64, for the rotary embedding
-    attention: tuple[AttentionMetadata, ...]  # one per KV group
+    attention: tuple[StepAttention, ...]  # one per KV group
     sampled: list[KnownChoice]
     sampled_rows: torch.Tensor  # [len(sampled)] int64
+    scored: list[ScoredRows]
 
 
-def make_input_batch(
-    states: Sequence[KnownChoice], planners: Sequence[AttentionPlanner]
-) -> InputBatch:
+def make_input_batch(states: Sequence[KnownChoice], planners: Sequence[StepPlanner]) -> InputBatch:
     """The batch of the scheduled `states`, at least one; `planners`: one per KV group."""
     ordered = sorted(states, key=lambda s: (s.num_scheduled > 1, -s.context_end))
     token_ids = np.concatenate(
@@ -201,6 +235,11 @@ def make_input_batch(
         attention=attention,
         sampled=[ordered[i] for i in is_sampled],
         sampled_rows=torch.from_numpy(ends[is_sampled] - 1),
+        scored=[
+            ScoredRows(state, int(end) - state.context_end + positions.start, positions)
+            for state, end in zip(ordered, ends, strict=True)
+            if (positions := state.scored_positions)
+        ],
     )
 
 
@@ -216,4 +255,5 @@ def sampling_row(state: KnownChoice) -> SamplingRow:
         choice_index=state.choice_id.index,
         output_index=len(state.tokens) - state.num_prompt_tokens,
         num_logprobs=state.params.logprobs,
+        edits=state.edits,
     )

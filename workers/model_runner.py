@@ -2,15 +2,18 @@
 
 import torch
 
-from headrace.configs.errors import HeadraceError, RequestFailedError
-from headrace.kernels.attention import AttentionPlanner
+from headrace.configs.config import LogprobsMode
+from headrace.configs.errors import HeadraceError, NonFiniteLogitsError, RequestFailedError
 from headrace.workers.input_batch import (
+    InputBatch,
     KnownChoice,
     RequestTable,
+    ScoredRows,
     make_input_batch,
     sampling_row,
 )
 from headrace.workers.kv_cache import KVCache
+from headrace.workers.logprobs import SCORE_ROWS, reported_scores, score_tokens
 from headrace.workers.models import Decoder
 from headrace.workers.protocol import (
     CachedRequestData,
@@ -20,6 +23,7 @@ from headrace.workers.protocol import (
     RequestFault,
     SampledTokens,
     SchedulerOutput,
+    TokenLogprobs,
 )
 from headrace.workers.sampler import SampledRow, Sampler
 
@@ -27,15 +31,20 @@ from headrace.workers.sampler import SampledRow, Sampler
 class ModelRunner:
     """Owns the request table and drives the model.
 
-    Two fences keep a fault with its choice: one around the preparation of each choice, one around
-    the sampling of each row. A failure of the forward pass itself concerns the whole batch and is
-    raised.
+    Three fences keep a fault with its choice: around the preparation of each choice, the scores of
+    its prompt, and the sampling of each row. A failure of the forward pass itself concerns the
+    whole batch and is raised.
     """
 
-    def __init__(self, model: Decoder, kv_cache: KVCache) -> None:
+    def __init__(
+        self, model: Decoder, kv_cache: KVCache, logprobs_mode: LogprobsMode = "raw_logprobs"
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
-        self.sampler = Sampler()
+        self.sampler = Sampler(logprobs_mode)
+        self._prompt_mode: LogprobsMode = (
+            "raw_logits" if logprobs_mode.endswith("logits") else "raw_logprobs"
+        )
         spec = kv_cache.spec
         self.table = RequestTable(
             block_size=spec.block_size,
@@ -44,12 +53,7 @@ class ModelRunner:
             vocab_size=model.config.vocab_size,
             max_model_len=model.max_model_len,
         )
-        self._planners = [
-            AttentionPlanner(
-                spec.block_size, spec.num_kv_heads, spec.head_dim, model.dtype, group.window
-            )
-            for group in spec.groups
-        ]
+        self._planners = model.planners(spec)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -63,7 +67,7 @@ class ModelRunner:
             self.kv_cache.zero_blocks(step.blocks_to_zero)
         if step.block_copies:
             self.kv_cache.copy_blocks(step.block_copies)
-        output = ModelRunnerOutput(step.step, {}, {})
+        output = ModelRunnerOutput(step.step, {}, {}, {})
         states = self._prepare(step, output.failed)
         if states:
             self._run(states, output)
@@ -91,14 +95,48 @@ class ModelRunner:
         batch = make_input_batch(states, self._planners)
         embedded = self.model.embed(batch.token_ids)
         residual = self.model(embedded, batch.positions, self.kv_cache, batch.attention)
-        if not batch.sampled:
-            return
+        self._score_prompts(batch, residual, output)
+        if batch.sampled:
+            self._sample_batch(batch, residual, output)
+
+    def _score_prompts(
+        self, batch: InputBatch, residual: torch.Tensor, output: ModelRunnerOutput
+    ) -> None:
+        for scored in batch.scored:
+            choice_id = scored.state.choice_id
+            try:
+                output.prompt_logprobs[choice_id] = self._prompt_logprobs(scored, residual)
+            except Exception as error:
+                output.failed[choice_id] = _fault(error)
+            else:
+                scored.state.num_scored += len(scored.positions)
+
+    def _prompt_logprobs(self, scored: ScoredRows, residual: torch.Tensor) -> list[TokenLogprobs]:
+        """A few rows at a time, since a row of scores is as wide as the vocabulary."""
+        entries: list[TokenLogprobs] = []
+        num_top = scored.state.params.prompt_logprobs or 0
+        hidden = residual[scored.rows].split(SCORE_ROWS)
+        for rows, token_ids in zip(hidden, scored.token_ids.split(SCORE_ROWS), strict=True):
+            logits = self.model.compute_logits(rows)
+            if not logits.max(dim=-1).values.isfinite().all():
+                raise NonFiniteLogitsError(
+                    "the model produced NaN or infinite logits for the prompt, before token "
+                    f"{scored.positions.start + len(entries) + len(rows)}"
+                )
+            entries += score_tokens(reported_scores(logits, self._prompt_mode), token_ids, num_top)
+        return entries
+
+    def _sample_batch(
+        self, batch: InputBatch, residual: torch.Tensor, output: ModelRunnerOutput
+    ) -> None:
         logits = self.model.compute_logits(residual[batch.sampled_rows])
         for state, row in zip(batch.sampled, self._sample(logits, batch.sampled), strict=True):
+            if state.choice_id in output.failed:
+                continue
             if row.fault is not None:
                 output.failed[state.choice_id] = row.fault
                 continue
-            state.tokens.extend((row.token_id,))
+            state.extend((row.token_id,))
             logprobs = None if row.logprobs is None else [row.logprobs]
             output.sampled[state.choice_id] = SampledTokens([row.token_id], logprobs)
 

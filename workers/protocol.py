@@ -81,6 +81,9 @@ class NewRequestData(msgspec.Struct):
     sampling_params: SamplingParams  # seed is concrete; stop_token_ids complete
     block_ids: list[list[int]]  # per KV group: the whole block table
     num_computed_tokens: int  # tokens whose KV is in those blocks
+    # Leading prompt tokens whose scores are not wanted again (replay); 0 means none, like 1: the
+    # first token has no score.
+    num_prompt_logprobs_received: int = 0
 
 
 class CachedRequestData(msgspec.Struct):

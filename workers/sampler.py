@@ -1,36 +1,42 @@
 """The sampler: one token (or one fault) for each row of logits.
 
 A row is one position of one choice, so a step may hold none, one or several rows of a choice. What
-a row gets depends on its logits, its parameters, its choice index and its output index, and on
-nothing else. Order of operations:
+a row gets depends on its logits, its parameters, its choice index and the choice's tokens before
+it, and on nothing else. All in float32. Order of operations:
 
-1. Rows with NaN or +Inf, or with -Inf everywhere, fail alone.
-2. Raw log-probabilities are taken from the logits as the model made them, whatever follows.
-3. `min_tokens`: until that many tokens are out, no id of `all_stop_token_ids` can be sampled.
-4. Greedy (temperature below 1e-5): the largest logit, the lowest id among equals. The end for
-   greedy rows.
-5. The maximum is subtracted, then the row is divided by the temperature, in float32: scores from
-   -Inf to 0.
-6. `min_p`: tokens less likely than `min_p` times the likeliest are dropped.
-7. `top_k`: the k best scores stay, and all that equal the k-th. A k above the vocabulary size keeps
-   all.
-8. `top_p`: of what is left, renormalized, the shortest head of the tokens by descending score
-   (lower id first among equals) with at least that mass; the best token always stays.
-9. Gumbel-max draw with the counter-based noise of `headrace.kernels.sampling`.
+ 1. Rows with NaN or +Inf, or with -Inf everywhere, fail alone.
+ 2. Raw scores are taken from the logits as the model made them, whatever follows.
+ 3. Edits, as `logit_edits` says: allowed ids; bad words; logit bias; `min_tokens`; penalties. A row
+    where they leave no token fails alone.
+ 4. Greedy (temperature below 1e-5): the largest logit, the lowest id among equals. The end for
+    greedy rows.
+ 5. The maximum is subtracted, then the row is divided by the temperature: scores from -Inf to 0.
+ 6. `min_p`: tokens less likely than `min_p` times the likeliest are dropped.
+ 7. `top_k`: the k best scores stay, and all that equal the k-th. A k above the vocabulary size
+    keeps all.
+ 8. `top_p`: of what is left, renormalized, the shortest head of the tokens by descending score
+    (lower id first among equals) with at least that mass; the best token always stays.
+ 9. Gumbel-max draw with the counter-based noise of `headrace.kernels.sampling`.
+
+The scores that come back beside the token are taken at 2, or after 4 or 8, as `logprobs` says.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from headrace.configs.config import LogprobsMode
 from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.sampling import gumbel_max, seed_to_int64
+from headrace.workers.logit_edits import LogitEdits, apply_edits
+from headrace.workers.logprobs import score_sampled
 from headrace.workers.protocol import RequestFault, TokenLogprobs
 
 # Scores handled at once: small enough that the noise of a chunk stays in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 18
-_MAX_TEMPERATURE = torch.finfo(torch.float32).max
+_FLOAT32 = torch.finfo(torch.float32)
 _FIRST_HEAD = 256  # tokens looked at first by top-p
 _HEAD_GROWTH = 8
 
@@ -41,19 +47,25 @@ class SamplingRow:
 
     `params.seed` must be concrete unless the row is greedy. `output_index` is the index of the
     output token that this row samples: the position of the random stream. `num_logprobs`: how many
-    top log-probabilities to return beside the sampled token's; None returns no log-probabilities at
-    all.
+    of the best scores to return beside the sampled token's; None returns no scores at all. `edits`
+    hold the choice's tokens up to this position; None where the parameters edit nothing.
     """
 
     params: SamplingParams
     choice_index: int
     output_index: int
     num_logprobs: int | None = None
+    edits: LogitEdits | None = None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the token is simply that of the largest logit."""
+        return self.params.is_greedy and (self.edits is None or not self.edits.is_active)
 
 
 @dataclass(frozen=True)
 class SampledRow:
-    """A token, with log-probabilities if asked, or a fault (then `token_id` is -1)."""
+    """A token, with scores if asked, or a fault (then `token_id` is -1)."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -63,7 +75,11 @@ class SampledRow:
 class Sampler:
     """Samples a step's rows; keeps no state between calls."""
 
-    def sample(self, logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledRow]:
+    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+        self._mode: LogprobsMode = logprobs_mode
+        self._reports_processed = logprobs_mode.startswith("processed")
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
         """Sample every row of `logits` [num_rows, vocab], float32, which stays as it is."""
         if logits.shape[0] != len(rows):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} sampling rows")
@@ -74,98 +90,94 @@ class Sampler:
         faults = [
             _refusal(row, maximum) for maximum, row in zip(maxima.tolist(), rows, strict=True)
         ]
-        drawn = [i for i, row in enumerate(rows) if faults[i] is None and not _is_plain_greedy(row)]
+        entries: list[TokenLogprobs | None] = [None] * len(rows)
+        drawn = [i for i, row in enumerate(rows) if faults[i] is None and not row.is_plain_greedy]
         per_chunk = max(1, _CHUNK_ELEMENTS // logits.shape[1])
         for start in range(0, len(drawn), per_chunk):
             chunk = drawn[start : start + per_chunk]
-            chosen = _draw(logits[chunk], [rows[i] for i in chunk])
-            for i, token_id in zip(chunk, chosen, strict=True):
-                token_ids[i] = token_id
+            chosen, scored = self._draw(logits[chunk], [rows[i] for i in chunk])
+            for i, token_id, entry in zip(chunk, chosen, scored, strict=True):
+                token_ids[i], entries[i] = token_id, entry
                 if token_id < 0:
                     faults[i] = _nothing_left(rows[i])
+        if any(row.num_logprobs is not None for row in rows):
+            self._add_raw_entries(logits, rows, token_ids, faults, entries)
         return [
-            SampledRow(-1, fault=fault)
-            if fault is not None
-            else SampledRow(token_id, _row_logprobs(row_logits, row, token_id))
-            for row_logits, row, token_id, fault in zip(
-                logits, rows, token_ids, faults, strict=True
-            )
+            SampledRow(-1, fault=fault) if fault is not None else SampledRow(token_id, entry)
+            for token_id, entry, fault in zip(token_ids, entries, faults, strict=True)
         ]
 
+    def _add_raw_entries(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        token_ids: Sequence[int],
+        faults: Sequence[RequestFault | None],
+        entries: list[TokenLogprobs | None],
+    ) -> None:
+        """Scores of the rows that have none yet: of all in raw modes, else of the plain ones."""
+        wanted = [
+            None if entries[i] is not None or faults[i] is not None else row.num_logprobs
+            for i, row in enumerate(rows)
+        ]
+        for i, entry in enumerate(score_sampled(logits, token_ids, wanted, self._mode)):
+            entries[i] = entry or entries[i]
 
-def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probabilities of one position from its raw logits, [vocab] float32.
+    def _draw(
+        self, scores: torch.Tensor, rows: list[SamplingRow]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Steps 3 to 9 for rows that need more than the plain maximum. Overwrites `scores`.
 
-    First `token_id` with its rank: 1 + the number of tokens with a strictly larger log-probability.
-    Then the `num_top` best (fewer if fewer have a probability above 0), descending, the lower id
-    first among equals.
-    """
-    logprobs = logits.log_softmax(dim=-1)
-    token_logprob = logprobs[token_id]
-    rank = 1 + int((logprobs > token_logprob).sum())
-    token_ids, values = [token_id], [float(token_logprob)]
-    if num_top > 0:
-        best = _best_tokens(logprobs, num_top)[:num_top]
-        token_ids += best.tolist()
-        values += logprobs[best].tolist()
-    return TokenLogprobs(token_ids, values, rank)
+        Returns token ids, -1 where no token is left, and in processed modes their scores.
+        """
+        apply_edits(scores, [row.edits for row in rows])
+        maxima, argmaxima = scores.max(dim=-1)
+        token_ids: list[int] = torch.where(maxima > -math.inf, argmaxima, -1).tolist()
+        random = [i for i, row in enumerate(rows) if token_ids[i] >= 0 and not row.params.is_greedy]
+        if random:
+            part = scores if len(random) == len(rows) else scores[random]
+            drawn = self._draw_random(part, maxima[random], [rows[i] for i in random])
+            for i, token_id in zip(random, drawn, strict=True):
+                token_ids[i] = token_id
+            if part is not scores and self._reports_processed:
+                scores[random] = part
+        if not self._reports_processed:
+            return token_ids, [None] * len(rows)
+        num_logprobs = [
+            row.num_logprobs if token_id >= 0 else None
+            for row, token_id in zip(rows, token_ids, strict=True)
+        ]
+        return token_ids, score_sampled(scores, token_ids, num_logprobs, self._mode)
 
+    def _draw_random(
+        self, scores: torch.Tensor, maxima: torch.Tensor, rows: list[SamplingRow]
+    ) -> list[int]:
+        """Steps 5 to 9, in place. A quotient too large for float32 becomes -Inf: probability 0.
 
-def _row_logprobs(logits: torch.Tensor, row: SamplingRow, token_id: int) -> TokenLogprobs | None:
-    return None if row.num_logprobs is None else token_logprobs(logits, token_id, row.num_logprobs)
-
-
-def _is_plain_greedy(row: SamplingRow) -> bool:
-    return row.params.is_greedy and not _is_below_min_tokens(row)
-
-
-def _is_below_min_tokens(row: SamplingRow) -> bool:
-    return row.output_index < row.params.min_tokens and bool(row.params.all_stop_token_ids)
-
-
-def _draw(scores: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    """Token ids for rows that need more than the plain maximum, -1 where no token is left.
-
-    Overwrites `scores`.
-    """
-    for row_scores, row in zip(scores, rows, strict=True):
-        if _is_below_min_tokens(row):
-            _mask_stop_tokens(row_scores, row.params)
-    maxima, argmaxima = scores.max(dim=-1)
-    token_ids: list[int] = torch.where(maxima > -math.inf, argmaxima, -1).tolist()
-    random = [i for i, row in enumerate(rows) if token_ids[i] >= 0 and not row.params.is_greedy]
-    if not random:
+        In the mode that reports processed logits, leaves those in `scores`.
+        """
+        logits = scores.clone() if self._mode == "processed_logits" else None
+        temperatures = torch.tensor(
+            [min(row.params.temperature, _FLOAT32.max) for row in rows],
+            dtype=torch.float32,
+            device=scores.device,
+        ).unsqueeze(-1)
+        scores -= maxima.unsqueeze(-1)
+        scores /= temperatures
+        for row_scores, row in zip(scores, rows, strict=True):
+            _filter(row_scores, row.params)
+        seeds = [seed_to_int64(row.params.seed) for row in rows if row.params.seed is not None]
+        token_ids: list[int] = gumbel_max(
+            scores,
+            torch.tensor(seeds, device=scores.device),
+            torch.tensor([row.choice_index for row in rows], device=scores.device),
+            torch.tensor([row.output_index for row in rows], device=scores.device),
+        ).tolist()
+        if logits is not None:
+            # What was drawn from had its maximum subtracted; what is reported has not.
+            scaled = (logits / temperatures).clamp_(_FLOAT32.min, _FLOAT32.max)
+            torch.where(scores > -math.inf, scaled, scores, out=scores)
         return token_ids
-    if len(random) < len(rows):
-        scores, maxima = scores[random], maxima[random]
-    drawn = _draw_random(scores, maxima, [rows[i] for i in random])
-    for i, token_id in zip(random, drawn, strict=True):
-        token_ids[i] = token_id
-    return token_ids
-
-
-def _draw_random(scores: torch.Tensor, maxima: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    """Steps 5 to 9. A quotient too large for float32 becomes -Inf: probability 0, never NaN."""
-    temperatures = [min(row.params.temperature, _MAX_TEMPERATURE) for row in rows]
-    scores -= maxima.unsqueeze(-1)
-    scores /= torch.tensor(temperatures, dtype=torch.float32, device=scores.device).unsqueeze(-1)
-    for row_scores, row in zip(scores, rows, strict=True):
-        _filter(row_scores, row.params)
-    seeds = [seed_to_int64(row.params.seed) for row in rows if row.params.seed is not None]
-    token_ids = gumbel_max(
-        scores,
-        torch.tensor(seeds, device=scores.device),
-        torch.tensor([row.choice_index for row in rows], device=scores.device),
-        torch.tensor([row.output_index for row in rows], device=scores.device),
-    )
-    result: list[int] = token_ids.tolist()
-    return result
-
-
-def _mask_stop_tokens(logits: torch.Tensor, params: SamplingParams) -> None:
-    vocab = logits.shape[0]
-    stop_ids = sorted(token for token in params.all_stop_token_ids if 0 <= token < vocab)
-    logits[torch.tensor(stop_ids, dtype=torch.int64, device=logits.device)] = -math.inf
 
 
 def _filter(scores: torch.Tensor, params: SamplingParams) -> None:
@@ -238,9 +250,9 @@ def _refusal(row: SamplingRow, maximum: float) -> RequestFault | None:
 
 
 def _nothing_left(row: SamplingRow) -> RequestFault:
+    rules = "" if row.edits is None else row.edits.rules.describe(row.output_index)
     return RequestFault(
         "request_failed",
-        f"min_tokens={row.params.min_tokens} leaves nothing to sample for output token "
-        f"{row.output_index}: all tokens with a finite logit are among the "
-        f"{len(row.params.all_stop_token_ids)} stop tokens",
+        f"{rules} leave nothing to sample for output token {row.output_index}: no token with a "
+        "finite logit is left",
     )

@@ -7,14 +7,22 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.engine_core.messages import ChoiceState
-from tests.e2e.tiny_engine import Engine, Machines, make_request, save_tiny_model
+from tests.e2e.tiny_engine import (
+    VARIANTS,
+    ChoiceOutput,
+    Engine,
+    Machines,
+    make_request,
+    save_tiny_model,
+)
 
 pytestmark = pytest.mark.slow
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17)
 MAX_TOKENS = 20
 SEEDS = (0, 1)  # 0: greedy
-Tokens = dict[tuple[str, int], list[int]]
+# (seed, variant): every variant, greedy and random ones.
+CASES = [(0, 0), (1, 0), (1, 1), (0, 2), (1, 3), (0, 4)]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -26,86 +34,111 @@ def machines(
     yield Machines(directory, num_blocks=64 * 2 * 9 + 1)
 
 
-def drain(engine: Engine) -> tuple[Tokens, dict[tuple[str, int], list[float]]]:
-    """Run until nothing is left: tokens and log-probabilities by request and choice."""
-    tokens: Tokens = {}
-    logprobs: dict[tuple[str, int], list[float]] = {}
+def drain(engine: Engine) -> dict[tuple[str, int], ChoiceOutput]:
+    """Run until nothing is left: what each choice got, by request and index."""
+    results: dict[tuple[str, int], ChoiceOutput] = {}
     while engine.schedule():
         for output in engine.deliver():
-            key = (output.request_id, output.index)
-            assert output.fault is None
-            tokens.setdefault(key, []).extend(output.new_token_ids)
-            logprobs.setdefault(key, []).extend(e.logprobs[0] for e in output.logprobs or [])
-    return tokens, logprobs
+            results.setdefault((output.request_id, output.index), ChoiceOutput()).add(output)
+    return results
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rebuilt_at_every_position(machines: Machines, seed: int) -> None:
+def assert_same(got: ChoiceOutput, want: ChoiceOutput) -> None:
+    assert got.tokens == want.tokens
+    assert got.logprobs == pytest.approx(want.logprobs, abs=1e-3)
+    assert got.scores == pytest.approx(want.scores, abs=1e-3)
+
+
+@pytest.mark.parametrize(("seed", "variant"), CASES)
+def test_rebuilt_at_every_position(machines: Machines, seed: int, variant: int) -> None:
     """Master invariant: message plus outputs so far is all the state that a request has."""
-    whole, _ = machines.alone(PROMPT, seed, 0, MAX_TOKENS)
+    whole = machines.alone(PROMPT, seed, 0, MAX_TOKENS, variant).tokens
     assert len(whole) > 5
-    for prefix_caching in (False, True):
-        for position in range(len(whole)):
-            engine = machines.engine(prefix_caching)
-            request = make_request("r", PROMPT, seed, MAX_TOKENS, [0])
-            request.choices = [ChoiceState(0, whole[:position])]
-            engine.scheduler.add_request(request)
-            starts = []
-            rest: list[int] = []
-            while engine.schedule():
-                for output in engine.deliver():
-                    starts.append(output.start)
-                    rest += output.new_token_ids
-            assert rest == whole[position:]
-            assert starts[0] == position
+    for position in range(len(whole)):
+        engine = machines.engine(prefix_caching=position % 2 == 0)
+        request = make_request("r", PROMPT, seed, MAX_TOKENS, [0], variant)
+        request.choices = [ChoiceState(0, whole[:position])]
+        request.num_prompt_logprobs_received = len(PROMPT)
+        engine.scheduler.add_request(request)
+        starts = []
+        rest: list[int] = []
+        while engine.schedule():
+            for output in engine.deliver():
+                starts.append(output.start)
+                rest += output.new_token_ids
+                assert output.prompt_logprobs is None
+        assert rest == whole[position:]
+        assert starts[0] == position
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "variant"), CASES[::2])
 @pytest.mark.parametrize("num_mates", [0, 1, 2, 3, 7, 15, 16, 31, 63])
-def test_batch_mates(machines: Machines, seed: int, num_mates: int) -> None:
-    want, want_logprobs = machines.alone(PROMPT, seed, 0, MAX_TOKENS)
+def test_batch_mates(machines: Machines, seed: int, variant: int, num_mates: int) -> None:
+    want = machines.alone(PROMPT, seed, 0, MAX_TOKENS, variant)
     engine = machines.engine(prefix_caching=False, budget=128, max_num_seqs=64)
     for i in range(num_mates):
         prompt = tuple(4 + (i + j) % 28 for j in range(1 + i % 15))
-        engine.scheduler.add_request(make_request(f"mate{i}", prompt, i % 3, MAX_TOKENS, [0]))
-    engine.scheduler.add_request(make_request("r", PROMPT, seed, MAX_TOKENS, [0]))
-    tokens, logprobs = drain(engine)
-    assert len(tokens) == num_mates + 1
-    assert tokens["r", 0] == want
-    assert logprobs["r", 0] == pytest.approx(want_logprobs, abs=1e-3)
+        mate = make_request(f"mate{i}", prompt, i % 3, MAX_TOKENS, [0], i % len(VARIANTS))
+        engine.scheduler.add_request(mate)
+    engine.scheduler.add_request(make_request("r", PROMPT, seed, MAX_TOKENS, [0], variant))
+    results = drain(engine)
+    assert len(results) == num_mates + 1
+    assert_same(results["r", 0], want)
 
 
 @pytest.mark.parametrize("budget", [4, 5, 7, 12, 64])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_chunks_and_cache(machines: Machines, budget: int, prefix_caching: bool) -> None:
     """Cold, and again with what the first run left in the cache."""
-    for seed in SEEDS:
-        want, want_logprobs = machines.alone(PROMPT, seed, 0, MAX_TOKENS)
+    for seed, variant in CASES[1:5]:
+        want = machines.alone(PROMPT, seed, 0, MAX_TOKENS, variant)
         engine = machines.engine(prefix_caching, budget)
         for name in ("cold", "warm"):
-            engine.scheduler.add_request(make_request(name, PROMPT, seed, MAX_TOKENS, [0]))
-            tokens, logprobs = drain(engine)
-            assert tokens[name, 0] == want
-            assert logprobs[name, 0] == pytest.approx(want_logprobs, abs=1e-3)
+            request = make_request(name, PROMPT, seed, MAX_TOKENS, [0], variant)
+            engine.scheduler.add_request(request)
+            assert_same(drain(engine)[name, 0], want)
         hits = engine.scheduler.stats().prefix_cache_hits
-        assert (hits > 0) == prefix_caching
+        reads_cache = prefix_caching and "prompt_logprobs" not in VARIANTS[variant]
+        assert (hits > 0) == reads_cache
 
 
 def test_forced_preemption(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
     machines = Machines(directory, num_blocks=13)
     candidates = [
-        (tuple(4 + (i + j) % 28 for j in range(8)), seed) for i in range(28) for seed in SEEDS
+        (tuple(4 + (i + j) % 28 for j in range(8)), seed, variant)
+        for i in range(12)
+        for seed, variant in CASES
     ]
     # Requests that do not stop early: four of them need more blocks than there are.
-    chosen = [c for c in candidates if len(machines.alone(*c, 0, MAX_TOKENS)[0]) >= 14][:4]
-    assert len(chosen) == 4
-    engine = machines.engine(prefix_caching=False)
-    for i, (prompt, seed) in enumerate(chosen):
-        engine.scheduler.add_request(make_request(f"r{i}", prompt, seed, MAX_TOKENS, [0]))
-    tokens, logprobs = drain(engine)
-    assert engine.scheduler.stats().num_preemptions > 0
-    for i, (prompt, seed) in enumerate(chosen):
-        want, want_logprobs = machines.alone(prompt, seed, 0, MAX_TOKENS)
-        assert tokens[f"r{i}", 0] == want
-        assert logprobs[f"r{i}", 0] == pytest.approx(want_logprobs, abs=1e-3)
+    chosen = [
+        (prompt, seed, variant)
+        for prompt, seed, variant in candidates
+        if len(machines.alone(prompt, seed, 0, MAX_TOKENS, variant).tokens) >= 14
+    ][:12]
+    assert len(chosen) == 12 and len({variant for _, _, variant in chosen}) > 2
+    for start in range(0, len(chosen), 4):
+        engine = machines.engine(prefix_caching=False)
+        part = chosen[start : start + 4]
+        for i, (prompt, seed, variant) in enumerate(part):
+            request = make_request(f"r{i}", prompt, seed, MAX_TOKENS, [0], variant)
+            engine.scheduler.add_request(request)
+        results = drain(engine)
+        assert engine.scheduler.stats().num_preemptions > 0
+        for i, (prompt, seed, variant) in enumerate(part):
+            assert_same(results[f"r{i}", 0], machines.alone(prompt, seed, 0, MAX_TOKENS, variant))
+
+
+def test_choices_repeat_and_differ(machines: Machines) -> None:
+    """PP26: `n` choices of one seed differ from one another, and are the same in every run."""
+    for variant in range(len(VARIANTS)):
+        runs = []
+        for prefix_caching in (False, True):
+            engine = machines.engine(prefix_caching)
+            request = make_request("r", PROMPT, 7, MAX_TOKENS, [0, 1, 2, 3], variant)
+            request.sampling_params.temperature = 30.0  # the tiny models are sure of themselves
+            engine.scheduler.add_request(request)
+            results = drain(engine)
+            runs.append([results["r", index].tokens for index in range(4)])
+        assert runs[0] == runs[1]
+        assert len({tuple(tokens) for tokens in runs[0]}) == 4

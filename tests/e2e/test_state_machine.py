@@ -3,7 +3,7 @@ output.
 
 Hypothesis drives starts, steps (with results delayed by one step or not), aborts, cache resets and
 forks in a pool of a dozen blocks; every finished choice must equal the same request run alone, in
-one chunk, without prefix cache, and log-probabilities must agree within 1e-3.
+one chunk, without prefix cache; log-probabilities, those of prompts too, must agree within 1e-3.
 """
 
 import pytest
@@ -18,11 +18,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.e2e.tiny_engine import VOCAB, Machines, make_request, save_tiny_model
+from tests.e2e.tiny_engine import (
+    VARIANTS,
+    VOCAB,
+    ChoiceOutput,
+    Machines,
+    make_request,
+    save_tiny_model,
+)
 
 pytestmark = pytest.mark.slow
 
-NUM_EXAMPLES = 200
+NUM_EXAMPLES = 160
 # Shared first blocks, equal later blocks after different first ones, and repeated blocks: what a
 # prefix cache with a wrong chain of hashes would mix up.
 PREFIXES = (
@@ -45,8 +52,8 @@ class BatchMachine(RuleBasedStateMachine):
         # table exists, since both share the worker.
         self.engine = self.machines.engine(prefix_caching)
         self.depth = depth
-        self.requests: dict[str, tuple[tuple[int, ...], int, int]] = {}
-        self.got: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+        self.requests: dict[str, tuple[tuple[int, ...], int, int, int]] = {}
+        self.got: dict[tuple[str, int], ChoiceOutput] = {}
         self.ended: set[tuple[str, int]] = set()
         self.aborted: set[tuple[str, int]] = set()
 
@@ -54,18 +61,19 @@ class BatchMachine(RuleBasedStateMachine):
         prefix=st.sampled_from(PREFIXES), keep=st.integers(1, 13),
         tail=st.lists(st.integers(4, VOCAB - 1), max_size=6), seed=st.integers(0, 2),
         n=st.integers(1, 3), max_tokens=st.integers(1, 12),
+        variant=st.integers(0, len(VARIANTS) - 1),
     )  # fmt: skip
     def add(
         self, prefix: tuple[int, ...], keep: int, tail: list[int], seed: int, n: int,
-        max_tokens: int,
+        max_tokens: int, variant: int,
     ) -> None:  # fmt: skip
         prompt = prefix[:keep] + tuple(tail)
         n = 1 if seed == 0 else n
         name = f"r{len(self.requests)}"
-        self.requests[name] = (prompt, seed, max_tokens)
-        request = make_request(name, prompt, seed, max_tokens, list(range(n)))
+        self.requests[name] = (prompt, seed, max_tokens, variant)
+        request = make_request(name, prompt, seed, max_tokens, list(range(n)), variant)
         self.engine.scheduler.add_request(request)
-        self.got.update({(name, index): ([], []) for index in range(n)})
+        self.got.update({(name, index): ChoiceOutput() for index in range(n)})
 
     @rule()
     def step(self) -> None:
@@ -78,11 +86,7 @@ class BatchMachine(RuleBasedStateMachine):
         if not self.engine.pending:
             return
         for output in self.engine.deliver():
-            assert output.fault is None
-            tokens, logprobs = self.got[output.request_id, output.index]
-            assert output.start == len(tokens)
-            tokens += output.new_token_ids
-            logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
+            self.got[output.request_id, output.index].add(output)
             if output.finish_reason is not None:
                 self.ended.add((output.request_id, output.index))
 
@@ -113,17 +117,19 @@ class BatchMachine(RuleBasedStateMachine):
                 break
             self.deliver()
             self.accounting_holds()
-        assert not self.engine.scheduler.has_unfinished_requests()
+        assert not self.engine.scheduler.stats().num_requests
         stats = self.engine.scheduler.stats()
         assert (stats.num_requests, stats.num_free_blocks) == (0, stats.num_blocks)
         assert self.ended == set(self.got)
-        for (name, index), (tokens, logprobs) in self.got.items():
-            want, want_logprobs = self.machines.alone(
-                self.requests[name][0], self.requests[name][1], index, self.requests[name][2]
-            )
-            count = len(tokens) if (name, index) in self.aborted else None
-            assert tokens == want[:count], (name, index)
-            assert logprobs == pytest.approx(want_logprobs[:count], abs=1e-3)
+        for (name, index), got in self.got.items():
+            prompt, seed, max_tokens, variant = self.requests[name]
+            want = self.machines.alone(prompt, seed, index, max_tokens, variant)
+            is_aborted = (name, index) in self.aborted
+            count = len(got.tokens) if is_aborted else None
+            assert got.tokens == want.tokens[:count], (name, index)
+            assert got.logprobs == pytest.approx(want.logprobs[:count], abs=1e-3)
+            num_scores = len(got.scores) if is_aborted else None
+            assert got.scores == pytest.approx(want.scores[:num_scores], abs=1e-3)
 
 
 def make_machine(machines: Machines) -> type[BatchMachine]:

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,15 @@ BLOCK_SIZE = 4
 VOCAB = 32
 WINDOW = 10
 MAX_MODEL_LEN = 64
+
+# Sampling fields beside seed and temperature; a request has one of these.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    {"logit_bias": {5: 4.0, 7: -100.0, 20: 1.5}, "allowed_token_ids": list(range(30))},
+    {"prompt_logprobs": 2, "repetition_penalty": 0.7, "min_tokens": 2, "top_p": 0.9},
+    {"bad_words": [[9], [10, 11], [5, 5], [12, 12, 13]], "frequency_penalty": -1.0, "top_k": 9},
+)
 
 
 def save_tiny_model(kind: str, directory: Path) -> Path:
@@ -82,6 +92,25 @@ class Engine:
         return self.scheduler.update_from_output(*self.pending.popleft())
 
 
+@dataclass
+class ChoiceOutput:
+    """What a choice has got so far; `logprobs` of its tokens, `scores` of prompt tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Append; nothing may be missing or come twice."""
+        assert output.fault is None
+        assert output.start == len(self.tokens)
+        self.tokens += output.new_token_ids
+        self.logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
+        if output.prompt_logprobs is not None:
+            assert output.prompt_logprobs_start == len(self.scores) + 1
+            self.scores += [entry.logprobs[0] for entry in output.prompt_logprobs]
+
+
 class Machines:
     """One loaded worker; fresh cache, table and scheduler for each engine."""
 
@@ -91,7 +120,7 @@ class Machines:
         self.worker.init_device()
         torch.set_num_threads(1)
         self.worker.load_model(lambda phase: None)
-        self._alone: dict[tuple[tuple[int, ...], int, int, int], tuple[list[int], list[float]]] = {}
+        self._alone: dict[tuple[tuple[int, ...], int, int, int, int], ChoiceOutput] = {}
 
     def engine(self, prefix_caching: bool, budget: int = 12, max_num_seqs: int = 4) -> Engine:
         cache = replace(self.config.cache_config, enable_prefix_caching=prefix_caching)
@@ -105,32 +134,43 @@ class Machines:
         return Engine(config, self.worker, Scheduler(config, info.kv_cache_spec, info.num_blocks))
 
     def alone(
-        self, prompt: tuple[int, ...], seed: int, index: int, max_tokens: int
-    ) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of a choice run by itself in one chunk."""
-        key = (prompt, seed, index, max_tokens)
+        self, prompt: tuple[int, ...], seed: int, index: int, max_tokens: int, variant: int = 0
+    ) -> ChoiceOutput:
+        """Output of a choice run by itself in one chunk."""
+        key = (prompt, seed, index, max_tokens, variant)
         if key not in self._alone:
             engine = self.engine(prefix_caching=False, budget=MAX_MODEL_LEN)
-            request = make_request("alone", prompt, seed, max_tokens, [index])
+            request = make_request("alone", prompt, seed, max_tokens, [index], variant)
             engine.scheduler.add_request(request)
-            tokens: list[int] = []
-            logprobs: list[float] = []
+            result = self._alone[key] = ChoiceOutput()
             while engine.schedule():
                 for output in engine.deliver():
-                    tokens += output.new_token_ids
-                    logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
-            self._alone[key] = tokens, logprobs
+                    result.add(output)
         return self._alone[key]
 
 
 def make_request(
-    name: str, prompt: tuple[int, ...], seed: int, max_tokens: int, indexes: list[int]
+    name: str,
+    prompt: tuple[int, ...],
+    seed: int,
+    max_tokens: int,
+    indexes: list[int],
+    variant: int = 0,
 ) -> EngineCoreRequest:
-    temperature = 0.0 if seed == 0 else 1.0
+    """A greedy request if the seed is 0, else a random one; `variant` of `VARIANTS`."""
+    fields = dict(VARIANTS[variant])
+    bad_words = fields.pop("bad_words", None)
+    fields["min_tokens"] = min(fields.get("min_tokens", 0), max_tokens)
     params = SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=max_tokens, logprobs=1, stop_token_ids=[3]
+        temperature=0.0 if seed == 0 else 1.0,
+        seed=seed,
+        max_tokens=max_tokens,
+        logprobs=1,
+        stop_token_ids=[3],
+        **fields,
     )
+    params._bad_words_token_ids = bad_words
     params.n = max(indexes) + 1
-    params.add_eos_token_ids(1, ())
+    params.update_from_generation_config({}, 1)
     choices = [ChoiceState(index) for index in indexes]
     return EngineCoreRequest(name, list(prompt), params, 1, 0.0, choices)

@@ -20,9 +20,11 @@ from headrace.workers.protocol import (
     KVCacheGroupSpec,
     KVCacheSpec,
     ModelRunnerOutput,
+    NewRequestData,
     RequestFault,
     SampledTokens,
     SchedulerOutput,
+    TokenLogprobs,
 )
 
 VOCAB_SIZE = 32
@@ -102,6 +104,7 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
     weight_version: str = "default",
+    num_prompt_logprobs_received: int = 0,
     **params: object,
 ) -> EngineCoreRequest:
     """A request as the front end sends it; `outputs` are the accepted tokens of each choice of a
@@ -118,6 +121,7 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         weight_version=weight_version,
+        num_prompt_logprobs_received=num_prompt_logprobs_received,
     )
 
 
@@ -150,9 +154,19 @@ POISON = ("poison",)  # what a choice with an injected fault writes
 
 
 class _Row:
-    def __init__(self, token_ids: list[int], tables: list[list[int]]) -> None:
-        self.token_ids = list(token_ids)
-        self.tables = [list(table) for table in tables]
+    def __init__(self, new: NewRequestData) -> None:
+        self.token_ids = list(new.token_ids)
+        self.tables = [list(table) for table in new.block_ids]
+        self.num_prompt_tokens = new.num_prompt_tokens
+        wants_scores = new.sampling_params.prompt_logprobs is not None and not new.choice_id.index
+        self.num_scored = (
+            new.num_prompt_logprobs_received if wants_scores else new.num_prompt_tokens
+        )
+
+
+def prompt_score(token_ids: Sequence[int], position: int) -> TokenLogprobs:
+    """What the fake worker says of the prompt token at `position`."""
+    return TokenLogprobs([token_ids[position]], [-float(position)], 1)
 
 
 class FakeWorker:
@@ -190,7 +204,7 @@ class FakeWorker:
         assert starts.keys() == step.num_scheduled_tokens.keys()
         for choice_id, start in starts.items():
             self._write(choice_id, start, step.num_scheduled_tokens[choice_id])
-        output = ModelRunnerOutput(step.step, {}, {})
+        output = ModelRunnerOutput(step.step, {}, {}, {})
         for choice_id, start in starts.items():
             self._read(choice_id, start, step.num_scheduled_tokens[choice_id], output)
         return output
@@ -199,7 +213,7 @@ class FakeWorker:
         starts = {}
         for new in step.new_requests:
             assert new.choice_id not in self.rows
-            self.rows[new.choice_id] = _Row(new.token_ids, new.block_ids)
+            self.rows[new.choice_id] = _Row(new)
             starts[new.choice_id] = new.num_computed_tokens
         for cached in step.cached_requests:
             row = self.rows[cached.choice_id]
@@ -255,7 +269,14 @@ class FakeWorker:
             output.failed[choice_id] = NAN
             if end == len(row.token_ids):
                 row.token_ids.append(0)  # keeps later steps in flight well-formed
-        elif end == len(row.token_ids):
+            return
+        last = min(end + 1, row.num_prompt_tokens)
+        if max(start + 1, row.num_scored) < last:
+            scored = range(max(start + 1, row.num_scored), last)
+            scores = [prompt_score(row.token_ids, position) for position in scored]
+            output.prompt_logprobs[choice_id] = scores
+            row.num_scored = last
+        if end == len(row.token_ids):
             token = next_token(row.token_ids, choice_id.index)
             row.token_ids.append(token)
             output.sampled[choice_id] = SampledTokens([token])
@@ -287,6 +308,10 @@ class Engine:
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.tokens: dict[ChoiceId, list[int]] = {}  # output of every choice ever added
         self.finished: dict[ChoiceId, EngineCoreOutput] = {}  # the last message of each
+        self.scores: dict[
+            ChoiceId, list[TokenLogprobs]
+        ] = {}  # of prompt tokens, from the second on
+        self.first_scheduled: dict[ChoiceId, float] = {}
         self.num_steps = 0
 
     @property
@@ -299,6 +324,10 @@ class Engine:
         for choice in request.choices:
             choice_id = ChoiceId(request.request_id, choice.index)
             self.tokens[choice_id] = list(choice.output_token_ids)
+            self.scores[choice_id] = [
+                prompt_score(request.prompt_token_ids, position)
+                for position in range(1, request.num_prompt_logprobs_received)
+            ]
 
     def schedule(self) -> SchedulerOutput | None:
         """Hand out a step and execute it; its result waits in `in_flight`."""
@@ -325,6 +354,14 @@ class Engine:
         assert choice_id not in self.finished, "a choice ends once, and is silent afterwards"
         assert output.start == len(self.tokens[choice_id]), "no token is lost or sent twice"
         self.tokens[choice_id] += output.new_token_ids
+        if output.prompt_logprobs is not None:
+            assert output.prompt_logprobs and choice_id.index == 0
+            assert output.prompt_logprobs_start == len(self.scores[choice_id]) + 1
+            self.scores[choice_id] += output.prompt_logprobs
+        if output.first_scheduled_time is not None:
+            assert choice_id not in self.first_scheduled, "sent once, with the first output"
+            self.first_scheduled[choice_id] = output.first_scheduled_time
+        assert output.new_token_ids == [] or choice_id in self.first_scheduled
         if output.finish_reason is not None:
             self.finished[choice_id] = output
 
@@ -340,7 +377,7 @@ class Engine:
                 break
         if self.in_flight:
             return self.deliver()
-        assert not self.scheduler.has_unfinished_requests(), "stuck with nothing in flight"
+        assert not self.scheduler.stats().num_requests, "stuck with nothing in flight"
         return []
 
     def drain(self, max_steps: int = 2000) -> None:
@@ -395,3 +432,7 @@ class FakeEngine(Engine):
         end = self.finished[choice_id]
         got = (self.tokens[choice_id], end.finish_reason, end.stop_reason)
         assert got == self.expected(request, index)
+        prompt = request.prompt_token_ids
+        is_scored = request.sampling_params.prompt_logprobs is not None and index == 0
+        wanted = [prompt_score(prompt, i) for i in range(1, len(prompt))] if is_scored else []
+        assert self.scores[choice_id] == wanted

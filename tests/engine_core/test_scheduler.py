@@ -129,7 +129,7 @@ def test_prefill_is_cut_into_chunks_and_reports_once() -> None:
     engine = FakeEngine(num_blocks=20, max_num_batched_tokens=8)
     engine.add(make_request("a", [1] * 30, max_tokens=1))
     counts = []
-    while engine.scheduler.has_unfinished_requests():
+    while engine.scheduler.stats().num_requests:
         step = engine.schedule()
         assert step is not None
         counts.append(step.total_num_scheduled_tokens)
@@ -153,7 +153,7 @@ def test_with_ample_memory_no_budget_is_wasted(sizes: list[tuple[int, int]], bud
         engine.add(request)
         left[ChoiceId(str(index))] = length
     seen: set[ChoiceId] = set()
-    while engine.scheduler.has_unfinished_requests():
+    while engine.scheduler.stats().num_requests:
         step = engine.schedule()
         assert step is not None
         counts = step.num_scheduled_tokens
@@ -183,7 +183,7 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     added_at = engine.num_steps
     first_token: dict[str, int] = {}
     long_progress = []
-    while engine.scheduler.has_unfinished_requests():
+    while engine.scheduler.stats().num_requests:
         step = engine.schedule()
         assert step is not None
         long_progress.append(step.num_scheduled_tokens.get(ChoiceId("long"), 0))
@@ -209,7 +209,7 @@ def test_running_decodes_go_on_beside_a_long_prefill() -> None:
 
 def first_scheduled(engine: FakeEngine) -> list[str]:
     order: dict[str, None] = {}
-    while engine.scheduler.has_unfinished_requests():
+    while engine.scheduler.stats().num_requests:
         step = engine.schedule()
         assert step is not None
         order.update((choice.request_id, None) for choice in step.num_scheduled_tokens)
@@ -469,7 +469,7 @@ def test_finished_ids_reach_the_worker_without_further_work() -> None:
     engine = FakeEngine()
     engine.add(make_request("a", [1], max_tokens=1))
     engine.step()
-    assert engine.scheduler.has_work() and not engine.scheduler.has_unfinished_requests()
+    assert engine.scheduler.has_work() and not engine.scheduler.stats().num_requests
     step = engine.schedule()
     assert step is not None and step.finished == [ChoiceId("a")]
     assert step.num_scheduled_tokens == {}

@@ -56,17 +56,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, None, "a"]),
         stop=st.sampled_from([[], [], [3, 4]]),
         accepted=st.sampled_from([0, 0, 0, 1, 3]),
+        scores=st.sampled_from([None, None, 0, 2]),
     )
     def add(
         self, prefix: list[int], tail: list[int], n: int, max_tokens: int, min_tokens: int,
-        priority: int, salt: str | None, stop: list[int], accepted: int,
+        priority: int, salt: str | None, stop: list[int], accepted: int, scores: int | None,
     ) -> None:  # fmt: skip
         assert self.engine is not None
         request_id = str(len(self.requests))
         options: dict[str, Any] = {
             "n": n, "max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens),
             "priority": priority, "cache_salt": salt, "stop_token_ids": stop,
-            "arrival_time": float(len(self.requests)),
+            "arrival_time": float(len(self.requests)), "prompt_logprobs": scores,
         }  # fmt: skip
         request = make_request(request_id, prefix + tail, **options)
         if len(request.prompt_token_ids) + 1 > self.engine.max_total:
@@ -74,6 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if accepted and n == 1:  # a replay: the first tokens of its own output are known already
             outputs, _, _ = self.engine.expected(request, 0)
             known = outputs[: min(accepted, len(outputs) - 1)]
+            if scores is not None:
+                options["num_prompt_logprobs_received"] = len(prefix + tail)
             request = make_request(request_id, prefix + tail, outputs=[known], **options)
         self.requests[request_id] = request
         self.engine.add(request)
@@ -92,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if (
             self.engine.schedule() is None
             and not self.engine.in_flight
-            and self.engine.scheduler.has_unfinished_requests()
+            and self.engine.scheduler.stats().num_requests
         ):
             raise AssertionError("nothing in flight, and nothing scheduled")
 
