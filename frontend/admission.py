@@ -12,25 +12,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.configs.config import ModelConfig
+from headrace.configs.config import ModelConfig, SchedulingPolicy
 from headrace.configs.errors import InvalidRequestError, UnsupportedFeatureError
-from headrace.configs.sampling_params import SamplingParams
+from headrace.configs.sampling_params import WHOLE_VOCABULARY, SamplingParams, WordEncoder
 from headrace.engine_core.messages import ChoiceState, EngineCoreRequest, Ready
 
-_UNSUPPORTED: dict[str, object] = {  # field -> its neutral value
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "prompt_logprobs": None,
-    "spaces_between_special_tokens": True,
-    "logits_processors": None,
-    "truncate_prompt_tokens": None,
-    "guided_decoding": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "extra_args": None,
-    "bad_words": [],
-}
+_UNSUPPORTED = ("logits_processors", "guided_decoding")
 
 
 @dataclass(frozen=True)
@@ -50,10 +37,19 @@ class RenderedPrompt:
 class Admission:
     """Checks requests against one engine's limits and gives them their ids and seeds."""
 
-    def __init__(self, model_config: ModelConfig, ready: Ready) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        ready: Ready,
+        tokenizer: WordEncoder | None = None,
+        policy: SchedulingPolicy = "fcfs",
+    ) -> None:
+        """Without a tokenizer, whatever needs text is refused: stop strings and bad words."""
         self._model = model_config
         self._limit = min(model_config.max_model_len, ready.max_request_tokens)
         self._pool_tokens = ready.max_request_tokens
+        self._tokenizer = tokenizer
+        self._policy = policy
         self._num_requests = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -65,10 +61,25 @@ class Admission:
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        ignores_unused_priority: bool = False,
     ) -> EngineCoreRequest:
-        """The request for the engine core; raises InvalidRequestError. `params` is not modified."""
+        """The request for the engine core; raises InvalidRequestError. `params` is not modified.
+
+        A `priority` is refused where the scheduling policy does not look at it, or, with
+        `ignores_unused_priority`, left out.
+        """
         prompt = list(prompt_token_ids)
+        if params.truncate_prompt_tokens is not None:
+            prompt = prompt[-params.truncate_prompt_tokens :]
         self._check_prompt(prompt)
+        if priority and self._policy != "priority":
+            if not ignores_unused_priority:
+                raise InvalidRequestError(
+                    f"priority {priority} needs scheduling_policy='priority', this engine has "
+                    f"{self._policy!r}",
+                    "priority",
+                )
+            priority = 0
         number = next(self._num_requests)
         return EngineCoreRequest(
             request_id=f"{self._prefix}-{number}",
@@ -78,7 +89,7 @@ class Admission:
             arrival_time=arrival_time,
             choices=[ChoiceState(index) for index in range(params.n)],
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=cache_salt or None,
             weight_version=self._model.weight_version,
         )
 
@@ -106,26 +117,76 @@ class Admission:
     def _resolve(
         self, params: SamplingParams, num_prompt_tokens: int, number: int
     ) -> SamplingParams:
+        self._check_params(params)
+        resolved = params.clone()
+        if params.num_returned < params.n:
+            resolved.rank_by_logprobs()
+        resolved.logprobs = self._num_logprobs(resolved.logprobs)
+        resolved.prompt_logprobs = self._num_logprobs(resolved.prompt_logprobs)
+        room = self._limit - num_prompt_tokens
+        if self._model.max_output_tokens is not None:
+            room = min(room, self._model.max_output_tokens)
+        resolved.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        resolved.min_tokens = min(params.min_tokens, resolved.max_tokens)
+        resolved.seed = self._seed(number) if params.seed is None else params.seed % 2**64
+        resolved.extra_args = None  # for plug-ins of the front end; may not be serializable
+        resolved.update_from_generation_config(
+            {"eos_token_id": list(self._model.extra_eos_token_ids)}, self._model.eos_token_id
+        )
+        self._encode_bad_words(resolved)
+        return resolved
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in _UNSUPPORTED:
+            if getattr(params, name) is not None:
+                raise UnsupportedFeatureError(f"{name} is not supported yet; leave it out", name)
         vocab_size = self._model.vocab_size
         check_token_ids(params.stop_token_ids or [], vocab_size, "stop_token_ids")
         check_token_ids(params.logit_bias or {}, vocab_size, "logit_bias")
         check_token_ids(params.allowed_token_ids or [], vocab_size, "allowed_token_ids")
-        for name, neutral in _UNSUPPORTED.items():
-            if getattr(params, name) != neutral:
-                raise UnsupportedFeatureError(f"{name} is not supported yet; leave it out", name)
-        if params.logprobs is not None and params.logprobs > self._model.max_logprobs:
+        if params.allowed_token_ids is not None and not params.allowed_token_ids:
             raise InvalidRequestError(
-                f"logprobs must be at most {self._model.max_logprobs} (--max-logprobs), got "
-                f"{params.logprobs}",
-                "logprobs",
+                "allowed_token_ids is empty, so no token could be sampled; leave it out to allow "
+                f"all ids in [0, {vocab_size})",
+                "allowed_token_ids",
             )
-        resolved = params.clone()
-        room = self._limit - num_prompt_tokens
-        resolved.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        resolved.min_tokens = min(params.min_tokens, resolved.max_tokens)
-        resolved.seed = self._seed(number) if params.seed is None else params.seed % 2**64
-        resolved.add_eos_token_ids(self._model.eos_token_id, self._model.extra_eos_token_ids)
-        return resolved
+        self._check_num_logprobs(params.logprobs, "logprobs")
+        self._check_num_logprobs(params.prompt_logprobs, "prompt_logprobs")
+        if self._tokenizer is None and params.stop_strings:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer and this engine runs without one "
+                "(skip_tokenizer_init); use stop_token_ids",
+                "stop",
+            )
+
+    def _check_num_logprobs(self, number: int | None, name: str) -> None:
+        limit = self._model.max_logprobs
+        if number is None or limit == WHOLE_VOCABULARY:
+            return
+        if number == WHOLE_VOCABULARY or number > limit:
+            raise InvalidRequestError(
+                f"{name} must be in [0, {limit}] (--max-logprobs), got {number}", name
+            )
+
+    def _num_logprobs(self, number: int | None) -> int | None:
+        vocab_size = self._model.vocab_size
+        if number is None:
+            return None
+        return vocab_size if number == WHOLE_VOCABULARY else min(number, vocab_size)
+
+    def _encode_bad_words(self, params: SamplingParams) -> None:
+        if not params.bad_words:
+            return
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "bad_words need a tokenizer and this engine runs without one "
+                "(skip_tokenizer_init); use logit_bias",
+                "bad_words",
+            )
+        try:
+            params.update_from_tokenizer(self._tokenizer)
+        except ValueError as error:
+            raise InvalidRequestError(str(error), "bad_words") from None
 
     def _seed(self, number: int) -> int:
         if self._model.seed is None:

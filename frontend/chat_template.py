@@ -9,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from headrace.configs.errors import InvalidRequestError
+from headrace.frontend.render_params import ChatParams, ContentFormat
 from headrace.frontend.special_spellings import SpellingGuard, spelling_set
-from headrace.frontend.template_sandbox import (
-    DEFAULT_LIMITS,
-    CompiledTemplate,
-    TemplateLimits,
-    compile_template,
-)
+from headrace.frontend.template_budget import DEFAULT_LIMITS, TemplateLimits
+from headrace.frontend.template_sandbox import CompiledTemplate, compile_template
 
 # Names that a request may not set through chat_template_kwargs.
 RESERVED_VARIABLES = frozenset(
@@ -52,68 +49,74 @@ class ChatTokenizer(Protocol):
 
 
 class RenderedChat(NamedTuple):
-    """`text` as the template wrote it, and its token ids."""
+    """`text` as the template wrote it, its token ids, and the messages as the template got them."""
 
     text: str
     token_ids: list[int]
+    conversation: list[dict[str, Any]]
+
+
+DEFAULT_CHAT_PARAMS = ChatParams()
 
 
 def render_chat(
     tokenizer: ChatTokenizer,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: str | None = None,
+    params: ChatParams = DEFAULT_CHAT_PARAMS,
     limits: TemplateLimits = DEFAULT_LIMITS,
 ) -> RenderedChat:
-    """Render `messages` with `chat_template` (the operator's) or the model's own, and encode.
+    """Render `messages` with the template of `params` (the operator's) or the model's, and encode.
 
     Raises InvalidRequestError: no template, bad messages, an error raised by the template, a limit
     passed.
     """
-    source = chat_template or tokenizer.chat_template
+    source = params.chat_template or tokenizer.chat_template
     if not source:
         raise InvalidRequestError(
             "this model has no chat template, so it cannot answer messages; send its text to "
             "/v1/completions instead",
             "messages",
         )
-    if continue_final_message and add_generation_prompt:
+    if params.continue_final_message and params.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message goes with add_generation_prompt=false: a prompt cannot both "
             "continue the last message and start a new one",
             "continue_final_message",
         )
     template = compile_template(source)
-    extra = _template_variables(template, chat_template_kwargs or {})
-    spellings = spelling_set(tuple(sorted(tokenizer.special_tokens)))
-    plain = _normalize(messages, template)
+    plain = _normalize(messages, template, params.chat_template_content_format)
+    values = {
+        **_template_variables(template, params.chat_template_kwargs),
+        "tools": params.tools,  # None, not undefined: that is what templates are written for
+        "documents": params.documents,
+    }
     _check_depth(plain, "messages")
-    _check_depth(extra, "chat_template_kwargs")
-    guard = SpellingGuard(spellings, [plain, extra], source)
+    _check_depth(values["tools"], "tools")
+    _check_depth(values["documents"], "documents")
+    _check_depth(values, "chat_template_kwargs")
+    spellings = spelling_set(tuple(sorted(tokenizer.special_tokens)))
+    guard = SpellingGuard(spellings, [plain, values], source)
     conversation = guard.mark(plain)
-    if continue_final_message:
+    if params.continue_final_message:
         _append_to_final(conversation, guard.end_mark)
     text = template.render(
         {
-            **guard.mark(extra),
+            **guard.mark(values),
             "messages": conversation,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": params.add_generation_prompt,
             "bos_token": tokenizer.bos_token or "",
             "eos_token": tokenizer.eos_token or "",
         },
         limits,
     )
-    if continue_final_message:
+    if params.continue_final_message:
         text, found, _ = text.rpartition(guard.end_mark)
         if not found:
             raise InvalidRequestError(
                 "the chat template does not render the final message, so it cannot be continued",
                 "continue_final_message",
             )
-    return RenderedChat(guard.unmark(text), _encode(tokenizer, text, guard))
+    return RenderedChat(guard.unmark(text), _encode(tokenizer, text, guard), plain)
 
 
 def _encode(tokenizer: ChatTokenizer, text: str, guard: SpellingGuard) -> list[int]:
@@ -158,7 +161,9 @@ def _check_depth(value: Any, parameter: str) -> None:
 
 
 def _normalize(
-    messages: Sequence[Mapping[str, Any]], template: CompiledTemplate
+    messages: Sequence[Mapping[str, Any]],
+    template: CompiledTemplate,
+    content_format: ContentFormat,
 ) -> list[dict[str, Any]]:
     """Checked copies of the messages with content in the form that the template expects."""
     if not messages:
@@ -170,7 +175,7 @@ def _normalize(
                 f"messages[{index}] must be an object with a role (a string)", "messages"
             )
         copy = dict(message)
-        copy["content"] = _content(copy.get("content"), index, template)
+        copy["content"] = _content(copy.get("content"), index, template, content_format)
         reasoning = copy.get("reasoning", copy.get("reasoning_content"))
         if reasoning is not None:
             copy["reasoning"] = copy["reasoning_content"] = reasoning
@@ -184,21 +189,28 @@ def _normalize(
     return conversation
 
 
-def _content(content: Any, index: int, template: CompiledTemplate) -> Any:
+def _content(
+    content: Any, index: int, template: CompiledTemplate, content_format: ContentFormat
+) -> Any:
+    """A string, or the list of text parts that the format "openai" asks for.
+
+    "auto" decides by the template; one that knows both forms gets what the message has.
+    """
     if content is None:
         content = ""
+    with_parts = content_format == "openai" or (
+        content_format == "auto" and template.loops_over_parts
+    )
     if isinstance(content, str):
-        if template.loops_over_parts and not template.tests_for_string:
-            return [{"type": "text", "text": content}]
-        return content
+        if not with_parts or (content_format == "auto" and template.tests_for_string):
+            return content
+        return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise InvalidRequestError(
             f"messages[{index}].content must be a string or a list of parts", "messages"
         )
     texts = [_part_text(part, f"messages[{index}].content[{k}]") for k, part in enumerate(content)]
-    if template.loops_over_parts:
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts] if with_parts else "\n".join(texts)
 
 
 def _part_text(part: Any, where: str) -> str:

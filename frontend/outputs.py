@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,20 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def extend(self, new: "CompletionOutput") -> None:
+        """Append a later delta of the same sequence, in place."""
+        self.text += new.text
+        if not isinstance(self.token_ids, list):
+            self.token_ids = list(self.token_ids)
+        self.token_ids.extend(new.token_ids)
+        if new.logprobs:
+            if self.logprobs is None:
+                raise AssertionError("logprobs appeared in the middle of a request")
+            self.logprobs.extend(new.logprobs)
+        self.cumulative_logprob = new.cumulative_logprob
+        self.finish_reason = new.finish_reason
+        self.stop_reason = new.stop_reason
+
 
 @dataclass
 class RequestMetrics:
@@ -42,8 +57,11 @@ class RequestMetrics:
     last_token_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    time_in_queue: float | None = None
+    time_in_queue: float | None = None  # s
     finished_time: float | None = None
+    scheduler_time: float | None = None
+    model_forward_time: float | None = None  # ms
+    model_execute_time: float | None = None
 
 
 class RequestOutput:
@@ -68,7 +86,7 @@ class RequestOutput:
         **kwargs: Any,
     ) -> None:
         if kwargs:  # later versions may send more; ignoring it keeps older callers working
-            logger.warning("RequestOutput ignores unknown fields %s", sorted(kwargs))
+            _warn_of_unknown(tuple(sorted(kwargs)))
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -93,7 +111,7 @@ class RequestOutput:
             if position is None:
                 self.outputs.append(new)
             elif aggregate:
-                _append(self.outputs[position], new)
+                self.outputs[position].extend(new)
             else:
                 self.outputs[position] = new
 
@@ -107,15 +125,7 @@ class RequestOutput:
         return f"RequestOutput({fields})"
 
 
-def _append(old: CompletionOutput, new: CompletionOutput) -> None:
-    old.text += new.text
-    if not isinstance(old.token_ids, list):
-        old.token_ids = list(old.token_ids)
-    old.token_ids.extend(new.token_ids)
-    if new.logprobs:
-        if old.logprobs is None:
-            raise AssertionError("logprobs appeared in the middle of a request")
-        old.logprobs.extend(new.logprobs)
-    old.cumulative_logprob = new.cumulative_logprob
-    old.finish_reason = new.finish_reason
-    old.stop_reason = new.stop_reason
+@lru_cache(maxsize=64)
+def _warn_of_unknown(names: tuple[str, ...]) -> None:
+    """Once for each set of names, or a stream would repeat it for every token."""
+    logger.warning("RequestOutput ignores unknown fields %s", list(names))

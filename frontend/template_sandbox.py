@@ -1,14 +1,11 @@
-"""Chat templates from model files, run as hostile code: sandboxed, with a time and an output limit.
+"""Chat templates from model files, run as hostile code: sandboxed, bounded in time and memory.
 
-A Jinja template can loop for ever without calling anything, so every `for` of the parsed template
-is rewritten to check the clock at each item; calls and multiplications are checked in the
-environment's hooks.
+A Jinja template can loop for ever, or double a string until the memory is gone, without calling
+anything, so the parsed template is rewritten: every `for` checks the clock at each item, and
+everything that makes text or lists asks the rendering's `Budget`.
 """
 
-import json
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -19,22 +16,21 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from headrace.configs.errors import InvalidRequestError
+from headrace.frontend.template_budget import DEFAULT_LIMITS, Budget, TemplateLimits
+from headrace.frontend.template_operations import (
+    BUDGET,
+    FILTERS,
+    REMOVED_FILTERS,
+    budget_of,
+    charged_output,
+    check_method,
+    check_operator,
+)
 
-_BUDGET = "_headrace_budget"
-_MAX_REPEATED_ITEMS = 1_000_000
-
-
-@dataclass(frozen=True)
-class TemplateLimits:
-    """What one rendering may use."""
-
-    max_seconds: float = 10.0
-    max_output_chars: int = 16_000_000
-
-
-DEFAULT_LIMITS = TemplateLimits()
+MAX_TEMPLATE_CHARS = 1_000_000
 
 
 class CompiledTemplate:
@@ -45,15 +41,18 @@ class CompiledTemplate:
     """
 
     def __init__(self, source: str) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS or BUDGET in source:
+            raise InvalidRequestError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are "
+                f"allowed, and not the name {BUDGET}"
+            )
         environment = _make_environment()
         try:
             tree = environment.parse(source)
             self.variables = frozenset(meta.find_undeclared_variables(tree))
             self.loops_over_parts = _loops_over_content(tree)
             self.tests_for_string = any(t.name == "string" for t in tree.find_all(nodes.Test))
-            for loop in list(tree.find_all(nodes.For)):
-                loop.iter = nodes.Filter(loop.iter, "_checked_items", [], [], None, None)
-            code = environment.compile(tree)
+            code = environment.compile(_Rewriter().visit(tree))
         except (jinja2.TemplateError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the model's chat template does not compile: {error}"
@@ -65,12 +64,12 @@ class CompiledTemplate:
 
         Raises InvalidRequestError for an error raised by the template, or past a limit.
         """
-        budget = _Budget(limits)
+        budget = Budget(limits)
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate({**variables, _BUDGET: budget}):
-                budget.check()
+            for piece in self._template.generate({**variables, BUDGET: budget}):
+                budget.check_time()
                 num_chars += len(piece)
                 if num_chars > limits.max_output_chars:
                     raise InvalidRequestError(
@@ -80,6 +79,8 @@ class CompiledTemplate:
                 pieces.append(piece)
         except InvalidRequestError:
             raise
+        except MemoryError as error:
+            raise InvalidRequestError("the chat template uses up the memory", "messages") from error
         except RecursionError as error:
             raise InvalidRequestError(
                 "the chat template recurses too deeply", "messages"
@@ -99,34 +100,51 @@ def compile_template(source: str) -> CompiledTemplate:
     return CompiledTemplate(source)
 
 
-class _Budget:
-    def __init__(self, limits: TemplateLimits) -> None:
-        self._max_seconds = limits.max_seconds
-        self._deadline = time.monotonic() + limits.max_seconds
+class _Rewriter(NodeTransformer):
+    """Puts the budget into a parsed template, where the environment has no hook for it."""
 
-    def check(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise InvalidRequestError(
-                f"the chat template took longer than {self._max_seconds:g} s", "messages"
-            )
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "_checked_items")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        first, *others = node.nodes
+        return _filtered(first, "_concatenated", others)
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, "_charged")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, "_charged") if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.filter = _filtered(node.filter, "_charged")
+        return node
+
+
+def _filtered(
+    node: nodes.Node | None, name: str, args: list[nodes.Expr] | None = None
+) -> nodes.Filter:
+    lineno = None if node is None else node.lineno
+    return nodes.Filter(node, name, args or [], [], None, None, lineno=lineno)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_budget(__context)
-        return super().call(__context, __obj, *args, **kwargs)
+        budget = budget_of(__context)
+        budget.check_time()
+        check_method(budget, __obj, args, kwargs)
+        return budget.charge(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_budget(context)
-        if operator == "**" and not (abs(left) < 2**31 and abs(right) < 64):
-            raise jinja2.TemplateRuntimeError("power too large")
-        for sequence, count in ((left, right), (right, left)):
-            if isinstance(sequence, str | list | tuple) and isinstance(count, int):
-                if len(sequence) * count > _MAX_REPEATED_ITEMS:
-                    raise jinja2.TemplateRuntimeError("repetition too large")
-                break
+        check_operator(budget_of(context), operator, left, right)
         return super().call_binop(context, operator, left, right)
 
 
@@ -142,40 +160,18 @@ class _GenerationTag(Extension):
 
 def _make_environment() -> _Sandbox:
     environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, _GenerationTag],
+        finalize=charged_output,
     )
-    environment.filters["tojson"] = _to_json
-    environment.filters["_checked_items"] = _checked_items
+    for name in REMOVED_FILTERS:
+        del environment.filters[name]
+    del environment.globals["lipsum"]
+    environment.filters.update(FILTERS)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
-
-
-def _check_budget(context: Context) -> None:
-    budget = context.get(_BUDGET)
-    if isinstance(budget, _Budget):
-        budget.check()
-
-
-@jinja2.pass_context
-def _checked_items(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    budget = context[_BUDGET]
-    for item in items:
-        budget.check()
-        yield item
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; Jinja's own filter escapes characters for HTML, which models never saw."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _raise_exception(message: str) -> None:

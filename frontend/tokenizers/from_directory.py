@@ -46,11 +46,13 @@ def load_directory(directory: Path) -> Tokenizer:
         ) from None
     bos = _named_token(backend, config, "bos_token")
     eos = _named_token(backend, config, "eos_token")
+    pad = _named_token(backend, config, "pad_token")
     facts = TokenizerFacts(
         source=str(directory),
         bos_token_id=bos[1] if bos else None,
         eos_token_id=eos[1] if eos else None,
         chat_template=_chat_template(directory, config),
+        pad_token_id=pad[1] if pad else None,
     )
     return Tokenizer(backend, facts)
 

@@ -57,11 +57,13 @@ def _load_gguf(path: Path, cache_dir: Path | None) -> Tokenizer:
                 ) from None
             _to_cache(cached, content)
         template = metadata.get("tokenizer.chat_template")
+        pad = metadata.get("tokenizer.ggml.padding_token_id")
         facts = TokenizerFacts(
             source=str(path),
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_id=metadata.get("tokenizer.ggml.eos_token_id"),
             chat_template=template if isinstance(template, str) else None,
+            pad_token_id=pad if isinstance(pad, int) else None,
         )
         return Tokenizer(backend, facts)
 

@@ -22,6 +22,7 @@ class TokenizerFacts:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     chat_template: str | None = None
+    pad_token_id: int | None = None
 
 
 class Tokenizer:
@@ -53,6 +54,7 @@ class Tokenizer:
         self.strips_leading_space: bool = kind.strips_leading_space
         self.bos_token_id: int | None = facts.bos_token_id
         self.eos_token_id: int | None = facts.eos_token_id
+        self.pad_token_id: int | None = facts.pad_token_id
         self.bos_token: str | None = self._name_of(facts.bos_token_id)
         self.eos_token: str | None = self._name_of(facts.eos_token_id)
         self.chat_template: str | None = facts.chat_template
@@ -73,7 +75,9 @@ class Tokenizer:
         """
         backend = self._backend if parse_special else self._backend_without_specials()
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch of one: unlike `encode`, that lets other threads run meanwhile.
+            batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = batch[0].ids
         except TypeError:  # all that the library says about a str that is not Unicode
             if isinstance(text, str):
                 _refuse_surrogates(text)
@@ -113,6 +117,18 @@ class Tokenizer:
     def max_token_id(self) -> int:
         """The highest id in the vocabulary (ids may have gaps)."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
+    def max_chars_per_token(self) -> int:
+        """Length of the longest token, so that a text of n tokens is at most n times as long."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
+    def num_added_tokens(self) -> tuple[int, int]:
+        """How many tokens `add_special_tokens` puts before a text, and how many behind it."""
+        mask: list[int] = self._backend.encode("a").special_tokens_mask
+        before = mask.index(0) if 0 in mask else len(mask)
+        return before, sum(mask) - before
 
     def _name_of(self, token_id: int | None) -> str | None:
         if token_id is None:

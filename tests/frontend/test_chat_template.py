@@ -1,6 +1,7 @@
 """Chat templates: equal to transformers, and only the template itself can write control tokens."""
 
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from headrace.configs.errors import InvalidRequestError
 from headrace.frontend.chat_template import render_chat
+from headrace.frontend.render_params import ChatParams
 from headrace.frontend.special_spellings import SpellingGuard, spelling_set
-from headrace.frontend.template_sandbox import TemplateLimits, compile_template
+from headrace.frontend.template_budget import TemplateLimits
+from headrace.frontend.template_sandbox import compile_template
 from headrace.frontend.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<bos>", "[INST]", "[/INST]", "<|a|>", "|>"]
@@ -57,6 +60,7 @@ PARTS = """{%- macro show(content) %}
 {%- if thinking is defined and thinking %}<|a|>{% endif %}"""
 TEMPLATES = {"chatml": CHATML, "inst": INST, "parts": PARTS}
 
+CONTINUED = ChatParams(add_generation_prompt=False, continue_final_message=True)
 CONVERSATIONS = [
     [{"role": "user", "content": "Hi there"}],
     [
@@ -101,7 +105,9 @@ def test_equal_to_transformers(name, messages, prompts):
     options = {"chat_template": TEMPLATES[name], "add_generation_prompt": prompts}
     text = reference.apply_chat_template(messages, tokenize=False, **options)
     ids = reference.encode(text, add_special_tokens=False)
-    rendered = render_chat(make_tokenizer(TEMPLATES[name]), messages, add_generation_prompt=prompts)
+    rendered = render_chat(
+        make_tokenizer(TEMPLATES[name]), messages, ChatParams(add_generation_prompt=prompts)
+    )
     assert rendered.text == text
     assert rendered.token_ids == ids
 
@@ -158,7 +164,11 @@ def test_every_string_of_a_message_is_content():
         "role": "user", "name": "<|im_start|>", "content": "<bos>",
         "tool_calls": [{"type": "function", "function": function}],
     }  # fmt: skip
-    rendered = render_chat(tokenizer, [message], chat_template_kwargs={"thinking": "<|im_start|>"})
+    rendered = render_chat(
+        tokenizer,
+        [message],
+        ChatParams(chat_template_kwargs={"thinking": "<|im_start|>"}),
+    )
     assert not set(rendered.token_ids) & set(tokenizer.special_tokens.values())
     assert rendered.text.count("<|im_start|>") == 2 and rendered.text.count("<bos>") == 3
 
@@ -238,14 +248,12 @@ def test_continue_final_message():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure, "}]
     for name, end in [("chatml", "<|im_start|>assistant\nSure, "), ("parts", "|>\nSure, ")]:
         text = render_chat(
-            make_tokenizer(TEMPLATES[name]), messages, add_generation_prompt=False,
-            continue_final_message=True,
+            make_tokenizer(TEMPLATES[name]), messages, CONTINUED,
         ).text  # fmt: skip
         assert text.endswith(end)
     with pytest.raises(InvalidRequestError, match="does not render the final message"):
         render_chat(
-            make_tokenizer("{{ messages[0].content }}"), messages, add_generation_prompt=False,
-            continue_final_message=True,
+            make_tokenizer("{{ messages[0].content }}"), messages, CONTINUED,
         )  # fmt: skip
 
 
@@ -261,8 +269,8 @@ def test_continue_final_message():
          "{% set ns.n = ns.n + 1 %}{% endfor %}{% endfor %}", "longer than 0.3 s"),
         ("{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
          "longer than 0.3 s"),
-        ("{% for i in range(90000) %}0123456789{% endfor %}", "longer than 100000 characters"),
-        ("{{ 'a' * 1000000000 }}", "too large"),
+        ("{% for i in range(90000) %}0123456789{% endfor %}", "longer than 100000"),
+        ("{{ 'a' * 1000000000 }}", "longer than 100000"),
         ("{{ 10 ** (10 ** 10) }}", "too large"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "too deeply"),
         ("{% include 'other' %}", "chat template|cannot render"),
@@ -277,6 +285,108 @@ def test_hostile_templates(template, message):
     assert time.monotonic() - began < 2
 
 
+DOUBLE = "{% set ns = namespace(s='a') %}{% for i in range(40) %}{% set ns.s = STEP %}{% endfor %}"
+DOUBLE_LIST = DOUBLE.replace("'a'", "[1]")
+MEMORY_BOMBS = [
+    DOUBLE.replace("STEP", "ns.s ~ ns.s"),
+    DOUBLE.replace("STEP", "ns.s + ns.s"),
+    DOUBLE.replace("STEP", "ns.s * 2"),
+    DOUBLE.replace("STEP", "[ns.s, ns.s] | join"),
+    DOUBLE.replace("STEP", "''.join([ns.s, ns.s])"),
+    DOUBLE.replace("STEP", "ns.s.join([ns.s, ns.s, ''])"),
+    DOUBLE.replace("STEP", "ns.s | replace('a', 'aa')"),
+    DOUBLE.replace("STEP", "ns.s.replace('a', 'aa')"),
+    DOUBLE.replace("STEP", "'%s%s' % (ns.s, ns.s)"),
+    DOUBLE.replace("STEP", "'%s%s' | format(ns.s, ns.s)"),
+    DOUBLE.replace("STEP", "'{0}{0}'.format(ns.s)"),
+    DOUBLE.replace("STEP", "[ns.s, ns.s] | string"),
+    DOUBLE.replace("STEP", "[ns.s, ns.s] | tojson"),
+    DOUBLE.replace("STEP", "twice(ns.s)").replace(
+        "{% set ns", "{% macro twice(s) %}{{ s }}{{ s }}{% endmacro %}{% set ns", 1
+    ),
+    DOUBLE.replace("{% set ns.s = STEP %}", "{% set t %}{{ ns.s }}{{ ns.s }}{% endset %}"
+                   "{% set ns.s = t %}"),
+    DOUBLE.replace("STEP", "(ns.s ~ 'a')[:] ~ ns.s[::-1]"),
+    DOUBLE_LIST.replace("STEP", "ns.s + ns.s"),
+    DOUBLE_LIST.replace("STEP", "ns.s * 2"),
+    DOUBLE_LIST.replace("STEP", "[ns.s, ns.s] | sum(start=[])"),
+    DOUBLE_LIST.replace("STEP", "[ns.s, ns.s]") + "{{ ns.s }}",
+    DOUBLE_LIST.replace("STEP", "[ns.s, ns.s]") + "{{ ns.s | tojson }}",
+    DOUBLE_LIST.replace("STEP", "[ns.s, ns.s]") + "{{ ns.s | string }}",
+    DOUBLE_LIST.replace("STEP", "[ns.s, ns.s]") + "{{ 'a' ~ ns.s }}",
+    DOUBLE_LIST.replace("STEP", "[ns.s, ns.s]") + "{{ '%s' % [ns.s] }}",
+    DOUBLE_LIST.replace("STEP", "[ns.s, ns.s]") + "{{ ns }}",
+    DOUBLE_LIST.replace("STEP", "{1: ns.s, 2: ns.s}") + "{{ ns.s.items() }}",
+    "{{ (['a' * 90000] * 9000) | map('upper') | list | length }}",
+    "{{ (['a' * 90000] * 9000) | map('trim') | sort | length }}",
+    "{{ (['a' * 90000] * 9000) | map('upper') | unique | list | length }}",
+    "{{ ([['a'] * 9000] * 9000) | map('sort') | list | length }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 1000000000) }}",
+    "{{ 'a'.center(1000000000) }}",
+    "{{ 'a'.ljust(width=1000000000) }}",
+    "{{ '1'.zfill(1000000000) }}",
+    "{{ '\t'.expandtabs(1000000000) }}",
+    "{{ 'a' | indent(1000000000, true) }}",
+    "{{ [1] | tojson(indent=1000000000) }}",
+    "{{ 'a' | center(1000000000) }}",
+    "{{ [1] | batch(1000000000, 'x') | list }}",
+    "{{ [1] | slice(1000000000) | list }}",
+    "{{ lipsum(n=100000) }}",
+    "{{ (1).to_bytes(1000000000, 'big') }}",
+    "{{ 'a'.encode() }}",
+    "{{ 'a'.translate({97: 'b' * 90000}) }}",
+    "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{% set _headrace_budget = 1 %}{{ 'a' * 1000000000 }}",
+    "{% set ns = namespace(all=[]) %}{% for i in range(5000) %}"
+    "{% set ns.all = ns.all + [(messages[0].content * 30000)[1:]] %}{% endfor %}",
+    "{% set ns = namespace(all=[]) %}{% for i in range(5000) %}"
+    "{% set ns.all = ns.all + [(i ~ 'a' * 30000) | upper] %}{% endfor %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", MEMORY_BOMBS)
+def test_templates_cannot_use_up_the_memory(template):
+    """S11: refused long before the memory is gone, whichever operation makes the text."""
+    limits = TemplateLimits(max_seconds=5.0, max_output_chars=100_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError):
+            render_chat(make_tokenizer(template), [{"role": "user", "content": "a"}], limits=limits)
+        assert tracemalloc.get_traced_memory()[1] < 60_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_operations_with_a_budget_have_the_plain_results():
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=make_backend())
+    expressions = [
+        "'a' ~ 1 ~ none ~ true ~ nothing ~ [1, 'x']", "'%05.1f|%s|%d' % (1.25, 'x', 20240101)",
+        "'20240101 %s' | format(3)", "'{:>4}|{x}'.format(1, x=2)", "[1, 'b', none] | join(', ')",
+        "messages | join('|', attribute='role')", "'abab' | replace('a', 'c', 1)", "'abc'[1:]",
+        "'abab'.replace('a', '')", "'x\ny' | indent(2)", "'x\ny' | indent(2, true)",
+        "[1, 2] | sum", "messages | map(attribute='content') | list", "{'a': [1, 'é']} | tojson",
+        "{'b': 1, 'a': 2} | tojson(indent=2)", "'abc' | list", "{'a': 1} | list", "7 * 6 + 2 ** 5",
+        "'-' * 5", "[1] * 3", "[1] + [2]", "', '.join(['a', 'b'])", "'a'.center(5)", "5 % 3",
+        "'Ab' | upper | lower", "{'a': 1}.items() | list", "'a b c'.split()",
+        "'a\tb'.expandtabs(4)",
+        "nothing", "none", "1.5", "messages | length", "'  x ' | trim", "[3, 1, 2] | sort | join",
+    ]  # fmt: skip
+    template = "\n".join(f"{{{{ {expression} }}}}" for expression in expressions) + (
+        "{% set x %}a{{ 1 }}b{% endset %}{{ x }}{% set y | upper %}c{% endset %}{{ y }}"
+        "{% filter upper %}d{{ 'e' }}{% endfilter %}"
+        "{% macro m(a, b=2) %}<{{ a }}{{ b }}{{ caller() if caller }}>{% endmacro %}{{ m(1) }}"
+        "{% call m(3) %}x{% endcall %}{% for k, v in {'a': 1} | items %}{{ k }}{{ v }}{% endfor %}"
+        "{% for x in [1, [2]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "hello"}]
+    text = reference.apply_chat_template(messages, tokenize=False, chat_template=template)
+    assert render_chat(make_tokenizer(template), messages).text == text
+
+
 def test_template_is_compiled_once():
     assert compile_template(CHATML) is compile_template(CHATML)
 
@@ -285,10 +395,12 @@ def test_template_variables():
     tokenizer = make_tokenizer("{{ messages[0].content }}{{ mood }}")
     messages = [{"role": "user", "content": "a"}]
     options = {"mood": "calm", "not_there": "x"}
-    assert render_chat(tokenizer, messages, chat_template_kwargs=options).text == "acalm"
+    assert (
+        render_chat(tokenizer, messages, ChatParams(chat_template_kwargs=options)).text == "acalm"
+    )
     for name in ("messages", "bos_token", "_headrace_budget", "add_generation_prompt"):
         with pytest.raises(InvalidRequestError, match=name):
-            render_chat(tokenizer, messages, chat_template_kwargs={name: "x"})
+            render_chat(tokenizer, messages, ChatParams(chat_template_kwargs={name: "x"}))
 
 
 def nested(depth):
@@ -301,9 +413,9 @@ def nested(depth):
 def test_deeply_nested_template_variables():
     tokenizer = make_tokenizer("{{ messages[0].content }}{{ mood }}")
     messages = [{"role": "user", "content": "a"}]
-    render_chat(tokenizer, messages, chat_template_kwargs={"mood": nested(50)})
+    render_chat(tokenizer, messages, ChatParams(chat_template_kwargs={"mood": nested(50)}))
     with pytest.raises(InvalidRequestError, match="64 levels") as refused:
-        render_chat(tokenizer, messages, chat_template_kwargs={"mood": nested(900)})
+        render_chat(tokenizer, messages, ChatParams(chat_template_kwargs={"mood": nested(900)}))
     assert refused.value.parameter == "chat_template_kwargs"
 
 

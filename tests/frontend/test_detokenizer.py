@@ -146,3 +146,21 @@ def test_cost_is_linear(token_id: int) -> None:
             detokenizer.push(token_id)
 
     assert seconds(run, 40_000) < 2.5 * seconds(run, 20_000)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("spaces", [True, False])
+def test_spaces_between_special_tokens_as_in_transformers(
+    byte_level: Tokenizer, skip: bool, spaces: bool
+) -> None:
+    """Our texts have none, whatever the parameter says; nor have those of fast tokenizers."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level._backend)
+    specials = list(byte_level.special_tokens.values())
+    words = byte_level.encode("two words", add_special_tokens=False)
+    token_ids = [*specials, *words, *specials, *specials, *words]
+    expected = reference.decode(
+        token_ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    assert decode_all(byte_level, token_ids, skip) == expected

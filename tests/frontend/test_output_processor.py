@@ -12,22 +12,7 @@ from headrace.engine_core.messages import ChoiceState, EngineCoreOutput, EngineC
 from headrace.frontend.output_processor import OutputProcessor
 from headrace.frontend.outputs import RequestOutput
 from headrace.workers.protocol import RequestFault, TokenLogprobs
-
-
-class ByteTable:
-    """A tokenizer that is a list of byte strings; the last id is a special end token."""
-
-    strips_leading_space = False
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        self._pieces = [*pieces, b"<end>"]
-        self.eos = len(pieces)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._pieces[token_id]
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id == self.eos
+from tests.frontend.output_steps import ByteTable, step
 
 
 def run(
@@ -53,7 +38,7 @@ def run(
         output = EngineCoreOutput(
             "r", 0, start, tokens[start:high], finish_reason=finish if last else None
         )
-        for result in processor.process([output]).values():
+        for result in processor.process(step([output])).results.values():
             aborts += result.aborts
             assert result.failure is None
             if result.output is None:
@@ -170,7 +155,7 @@ def test_delta_and_cumulative_and_final() -> None:
         processor.add(request, "label", "prompt", kind)
         for tokens, start, reason in steps:
             output = EngineCoreOutput("r", 0, start, tokens, finish_reason=reason)
-            item = processor.process([output])["r"].output
+            item = processor.process(step([output])).results["r"].output
             if item is not None:
                 completion = item.outputs[0]
                 row = (completion.text, list(completion.token_ids), item.prompt)
@@ -196,7 +181,7 @@ def test_logprobs_follow_tokens() -> None:
     )
     entries = [TokenLogprobs([1, 0], [-2.0, -0.5], 2), TokenLogprobs([0, 0], [-0.25, -0.25], 1)]
     output = EngineCoreOutput("r", 0, 0, [1, 0], entries, "length")
-    item = processor.process([output])["r"].output
+    item = processor.process(step([output])).results["r"].output
     assert item is not None
     completion = item.outputs[0]
     assert completion.cumulative_logprob == pytest.approx(-2.25)
@@ -214,13 +199,12 @@ def test_failure_ends_the_request_and_aborts_siblings() -> None:
     request = EngineCoreRequest("r", [1], params, None, 0.0, [ChoiceState(0), ChoiceState(1)])
     processor.add(request, "label", None, params.output_kind)
     fault = RequestFault("non_finite_logits", "NaN")
-    result = processor.process(
-        [EngineCoreOutput("r", 0, 0, [], finish_reason="error", fault=fault)]
-    )["r"]
+    failed = EngineCoreOutput("r", 0, 0, [], finish_reason="error", fault=fault)
+    result = processor.process(step([failed])).results["r"]
     assert isinstance(result.failure, NonFiniteLogitsError)
     assert result.aborts == [1]
     assert len(processor) == 0
-    assert processor.process([EngineCoreOutput("r", 1, 0, [0])]) == {}
+    assert processor.process(step([EngineCoreOutput("r", 1, 0, [0])])).results == {}
 
 
 def test_a_gap_or_a_changed_repeat_fails_only_that_request() -> None:
@@ -230,10 +214,10 @@ def test_a_gap_or_a_changed_repeat_fails_only_that_request() -> None:
         for name in ("r", "s"):
             request = EngineCoreRequest(name, [1], SamplingParams(), None, 0.0, [ChoiceState(0)])
             processor.add(request, name, None, RequestOutputKind.DELTA)
-        processor.process([EngineCoreOutput("r", 0, 0, [0])])
+        processor.process(step([EngineCoreOutput("r", 0, 0, [0])]))
         results = processor.process(
-            [EngineCoreOutput("r", 0, start, tokens), EngineCoreOutput("s", 0, 0, [0])]
-        )
+            step([EngineCoreOutput("r", 0, start, tokens), EngineCoreOutput("s", 0, 0, [0])])
+        ).results
         assert results["r"].failure is not None
         assert results["s"].output is not None
 
@@ -245,8 +229,8 @@ def test_a_fault_in_one_request_ends_that_one_alone() -> None:
         request = EngineCoreRequest(name, [1], params, 1, 0.0, [ChoiceState(0)])
         processor.add(request, name, None, params.output_kind)
     results = processor.process(
-        [EngineCoreOutput("bad", 0, 0, [99]), EngineCoreOutput("good", 0, 0, [0])]
-    )
+        step([EngineCoreOutput("bad", 0, 0, [99]), EngineCoreOutput("good", 0, 0, [0])])
+    ).results
     assert str(results["bad"].failure) == "internal error: IndexError"
     assert results["bad"].aborts == [0] and results["bad"].output is None
     good = results["good"].output
