@@ -5,11 +5,13 @@ import logging
 import os
 from typing import Any
 
-from headrace.configs.engine_args import DEFAULT_MODEL, AsyncEngineArgs, EngineArgs
-from headrace.configs.environment import API_KEY, read
+from headrace.configs.engine_args import DEFAULT_MODEL, AsyncEngineArgs
+from headrace.configs.environment import API_KEY, read, read_log_level
+from headrace.configs.options import add_options
 from headrace.configs.process_times import process_creation_time
 from headrace.engine_core.supervisor import EngineCoreProcess
-from headrace.frontend.http.listener import ServerOptions, bind_socket
+from headrace.frontend.cli.frontend_options import FrontendOptions
+from headrace.frontend.http.listener import listening
 
 EXAMPLES = """examples:
   headrace serve
@@ -29,25 +31,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add_model_argument(parser)
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--host",
-        default=None,
-        help="address to listen on (default: 127.0.0.1; with an API key, all addresses)",
-    )
-    server.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        help="port to listen on; 0 finds a free one (default: 8000)",
-    )
-    server.add_argument(
-        "--api-key",
-        nargs="+",
-        default=None,
-        metavar="KEY",
-        help="keys that clients must send, any of them (default: the variable HEADRACE_API_KEY)",
-    )
+    add_options(parser, FrontendOptions)
     AsyncEngineArgs.add_cli_args(parser)
 
 
@@ -64,31 +48,48 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="model", default=DEFAULT_MODEL, help=argparse.SUPPRESS)
 
 
-def engine_args_of(args: argparse.Namespace) -> EngineArgs:
-    """The engine arguments of a command line that has MODEL and the engine options."""
+def engine_args_of(args: argparse.Namespace) -> AsyncEngineArgs:
+    """The engine arguments of a command line that has MODEL and the engine options.
+
+    Raises ConfigurationError or UnsupportedFeatureError for what cannot work, before any start.
+    """
     if args.model_tag is not None:
         args.model = args.model_tag
-    return AsyncEngineArgs.from_cli_args(args)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    engine_args.check()
+    return engine_args
 
 
 def run(args: argparse.Namespace) -> int:
     """Bind the port, start the engine, serve. Raises HeadraceError."""
     began = process_creation_time(os.getpid())
-    log_to_stderr(logging.INFO)
-    environment_key = read(API_KEY, os.environ)
-    keys = args.api_key or ([environment_key] if environment_key else [])
-    options = ServerOptions(args.host, args.port, tuple(keys))
-    with bind_socket(options) as listener:
+    log_to_stderr(logging.INFO, args.log_level)
+    engine_args = engine_args_of(args)
+    options = FrontendOptions.from_cli_args(args).server_options(
+        read(API_KEY, os.environ), logs_requests=engine_args.logs_requests
+    )
+    _set_http_log(args.uvicorn_log_level, options.access_log)
+    with listening(options) as listener:
         process = EngineCoreProcess()  # imports torch while the rest is imported here
         from headrace.frontend.async_engine import AsyncEngine
 
-        engine = AsyncEngine(engine_args_of(args), began=began, process=process)
+        engine = AsyncEngine(engine_args, began=began, process=process)
         from headrace.frontend.http.server import serve
 
         return serve(engine, options, listener)
 
 
-def log_to_stderr(level: int) -> None:
-    """Send headrace's log, and warnings of others, to stderr."""
+def _set_http_log(level: str, access_log: bool) -> None:
+    logging.getLogger("uvicorn").setLevel(level.upper())
+    logging.getLogger("uvicorn.access").setLevel("INFO" if access_log else level.upper())
+
+
+def log_to_stderr(default: int, given: str | None = None) -> None:
+    """Send headrace's log, and warnings of others, to stderr.
+
+    The level is `given`, else that of HEADRACE_LOGGING_LEVEL, else `default`.
+    """
+    name = given or read_log_level(os.environ)
+    level = logging.getLevelNamesMapping()[name.upper()] if name else default
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("headrace").setLevel(level)

@@ -8,8 +8,11 @@ from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 PUBLIC_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/health/progress", "/metrics", "/version"}
-)
+    {
+        "/health", "/health/live", "/health/ready", "/health/progress", "/metrics", "/version",
+        "/ping",
+    }
+)  # fmt: skip
 
 
 class ApiKeys:
@@ -37,7 +40,7 @@ class KeyGuard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] in ("http", "websocket") and scope["path"] not in PUBLIC_PATHS
+        guarded = scope["type"] in ("http", "websocket") and route_path(scope) not in PUBLIC_PATHS
         if not guarded or not self._keys or self._keys.accepts(_authorization(scope)):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -50,6 +53,13 @@ class KeyGuard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await response(scope, receive, send)
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes see: without the prefix of `--root-path`, as a proxy would strip it."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
 
 
 def _authorization(scope: Scope) -> bytes:

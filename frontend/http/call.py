@@ -1,6 +1,5 @@
-"""What every call of a generation route has: our id, the client's label, notes for headers."""
+"""What every call of a route about a model has: our id, the client's label, notes for headers."""
 
-import re
 import time
 import urllib.parse
 import uuid
@@ -12,15 +11,23 @@ from fastapi import Request
 from headrace.configs.config import ModelConfig
 from headrace.configs.errors import InvalidRequestError
 from headrace.frontend.http.connection import ClientConnection
-from headrace.frontend.http.fields import Limits, Unsupported, check_other_fields
+from headrace.frontend.http.fields import (
+    Unsupported,
+    check_other_fields,
+    invalid,
+    refuse_unknown,
+)
 from headrace.frontend.http.health import package_version
 from headrace.frontend.http.models import check_model_name
-from headrace.frontend.http.protocol import GenerationBody, decode_body, read_body
+from headrace.frontend.http.protocol import RequestBody, decode_body, read_body
+from headrace.frontend.http.request_ids import valid_label
+from headrace.frontend.http.sampling import SamplingRules
 from headrace.frontend.http.server_state import ServerState
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
-_LABEL = re.compile(r"[\x20-\x7e]{1,256}")
+BodyT = TypeVar("BodyT", bound=RequestBody)
 MAX_NAMED_FIELDS = 20
+PRIORITY_HEADERS = ("x-headrace-priority", "x-vllm-priority")
+RANK_HEADER = "x-data-parallel-rank"
 
 
 class Call:
@@ -32,33 +39,39 @@ class Call:
         self.response_id = f"{prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.warnings: list[str] = []
-        self._label: str | None = None
+        self._label = valid_label(request.headers.get("x-request-id"))
         self._unknown_fields: list[str] = []
-        given = request.headers.get("x-request-id")
-        if given is not None and _LABEL.fullmatch(given):
-            self._label = given
 
     async def read(self, kind: type[BodyT], known: Mapping[str, Unsupported]) -> BodyT:
         """Read and check the body. Raises RequestRefused and InvalidRequestError."""
-        decoded = decode_body(await read_body(self.request), kind)
+        limits = self.state.options.limits
+        data = await read_body(self.request, limits.max_body_bytes)
+        decoded = decode_body(data, kind, limits)
         body = decoded.fields
-        config = self.config
         if body.request_id is not None and self._label is None:
-            if not _LABEL.fullmatch(body.request_id):
+            self._label = valid_label(body.request_id)
+            if self._label is None:
                 raise InvalidRequestError(
-                    "request_id must be 1 to 256 printable ASCII characters", "request_id"
+                    f"request_id must be 1 to {limits.max_request_id_chars} printable ASCII "
+                    "characters",
+                    "request_id",
                 )
-            self._label = body.request_id
-        check_model_name(config, body.model)
-        limits = Limits(config.vocab_size, body.n or 1)
-        self._unknown_fields = check_other_fields(decoded.raw, decoded.others(), known, limits)
+        check_model_name(self.config, body.model)
+        self._unknown_fields = check_other_fields(decoded.raw, decoded.others(), known)
         if self._unknown_fields:
             self.state.metrics.count_unknown_fields(len(self._unknown_fields))
+            if self.state.options.strict:
+                names = {*body.__struct_fields__, *known}
+                raise refuse_unknown(self._unknown_fields[0], names)
+        self._check_rank()
         return body
 
     @property
     def config(self) -> ModelConfig:
         return self.state.ready_engine().model_config
+
+    def rules(self) -> SamplingRules:
+        return SamplingRules(self.config, self.state.options.limits)
 
     @property
     def fingerprint(self) -> str:
@@ -67,13 +80,26 @@ class Call:
         identity = f"{config.model}\0{config.dtype}\0{config.weight_version}"
         return f"headrace-{package_version()}-{uuid.uuid5(uuid.NAMESPACE_URL, identity).hex[:8]}"
 
+    def priority(self, given: int | None) -> int:
+        """The body's `priority`, or the header's, which wins; what is no int64 there is ignored."""
+        for name in PRIORITY_HEADERS:
+            value = _header_int(self.request.headers.get(name))
+            if value is not None and -(2**63) <= value < 2**63:
+                return value
+        return given or 0
+
     def connection(self) -> ClientConnection:
         """Watch the client from here on; the body must have been read."""
         return ClientConnection(self.request.receive, self.state.stopping)
 
+    @property
+    def label(self) -> str:
+        """The client's name for the call, or ours."""
+        return self._label or self.response_id
+
     def headers(self) -> dict[str, str]:
         """Headers of the response, whatever it is."""
-        headers = {"X-Request-Id": self._label or self.response_id}
+        headers = {"X-Request-Id": self.label}
         if self._unknown_fields:
             names = [urllib.parse.quote(name[:80]) for name in self._unknown_fields]
             headers["X-Headrace-Unknown-Fields"] = ", ".join(names[:MAX_NAMED_FIELDS])
@@ -81,3 +107,16 @@ class Call:
             text = "; ".join(dict.fromkeys(self.warnings))
             headers["X-Headrace-Warning"] = text.encode("ascii", "backslashreplace").decode()
         return headers
+
+    def _check_rank(self) -> None:
+        """A pinned data-parallel rank; there is one engine core, of rank 0."""
+        rank = _header_int(self.request.headers.get(RANK_HEADER))
+        if rank not in (None, 0):
+            raise invalid("X-data-parallel-rank", "must be in [0, 0]", rank)
+
+
+def _header_int(value: str | None) -> int | None:
+    """The integer that a header spells, None if it spells none."""
+    digits = (value or "").strip()[:40]
+    is_int = digits.removeprefix("-").isascii() and digits.removeprefix("-").isdigit()
+    return int(digits) if is_int else None

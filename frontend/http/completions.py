@@ -1,25 +1,26 @@
 """`POST /v1/completions`."""
 
-from collections.abc import Iterator
+import dataclasses
 
 from fastapi import Response
-from msgspec import UNSET, UnsetType
 
 from headrace.frontend.admission import RenderedPrompt
+from headrace.frontend.http.answer import Answer, ChunkFrame
 from headrace.frontend.http.call import Call
 from headrace.frontend.http.fields import COMPLETION_FIELDS
-from headrace.frontend.http.generation import UsageCounter, UsageReport, respond
-from headrace.frontend.http.logprobs import LogprobFormat
+from headrace.frontend.http.generation import respond
 from headrace.frontend.http.prompts import parse_prompts
 from headrace.frontend.http.protocol import CompletionBody
 from headrace.frontend.http.responses import (
     CompletionChoice,
     CompletionChunk,
     CompletionChunkChoice,
+    CompletionLogprobs,
     CompletionResponse,
     Usage,
 )
-from headrace.frontend.http.sampling import make_sampling_params
+from headrace.frontend.http.sampling import SamplingPlan, ScoreRequest, make_sampling_plan
+from headrace.frontend.http.tokenizing import prompt_extras, tokenize_params
 from headrace.frontend.outputs import CompletionOutput
 
 DEFAULT_MAX_TOKENS = 16
@@ -28,114 +29,162 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(call: Call) -> Response:
     """Run a completion request; streams if the body says so."""
     body = await call.read(CompletionBody, COMPLETION_FIELDS)
-    config = call.config
+    rules = call.rules()
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = make_sampling_params(
-        body, config, max_tokens=max_tokens, logprobs=body.logprobs, logprobs_field="logprobs"
+    is_echo_alone = bool(body.echo) and max_tokens == 0
+    plan = make_sampling_plan(
+        body,
+        rules,
+        ScoreRequest(
+            "logprobs",
+            output=body.logprobs,
+            prompt=None if body.stream else body.prompt_logprobs,
+            echo=body.logprobs if body.echo else None,
+        ),
+        max_tokens=1 if is_echo_alone else max_tokens,
+        keeps_output=not is_echo_alone,
     )
-    given = parse_prompts(body.prompt, config.vocab_size)
+    given = parse_prompts(body.prompt, rules.config.vocab_size, rules.limits.max_prompts)
     return await respond(
         call,
         body,
-        params,
-        _render(call, given, body.add_special_tokens is not False),
-        lambda prompts: CompletionFormat(call, body, prompts, params.n),
+        plan,
+        _render(call, body, given, max_tokens),
+        lambda prompts: CompletionAnswer(call, body, plan, prompts),
     )
 
 
 async def _render(
-    call: Call, given: list[str | list[int]], add_special_tokens: bool
+    call: Call, body: CompletionBody, given: list[str | list[int]], max_tokens: int
 ) -> list[RenderedPrompt]:
     renderer = call.state.engine.renderer
-    prompts = [await renderer.render_completion(prompt, add_special_tokens) for prompt in given]
-    call.warnings += [warning for prompt in prompts for warning in prompt.warnings]
-    return prompts
+    params = dataclasses.replace(
+        tokenize_params(body, renderer.default_cmpl_tok_params, call.config, max_tokens),
+        add_special_tokens=body.add_special_tokens is not False,
+        needs_detokenization=bool(body.echo),
+    )
+    prompts = [
+        {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        for prompt in given
+    ]
+    return await renderer.render_cmpl_async(prompts, params, prompt_extras=prompt_extras(body))
 
 
-class CompletionFormat:
+class CompletionAnswer(Answer[CompletionChunkChoice]):
     """Writes completions and their chunks."""
 
     def __init__(
-        self, call: Call, body: CompletionBody, prompts: list[RenderedPrompt], n: int
+        self,
+        call: Call,
+        body: CompletionBody,
+        plan: SamplingPlan,
+        prompts: list[RenderedPrompt],
     ) -> None:
-        self._id = call.response_id
-        self._created = call.created
-        self._model = call.config.served_model_name
-        self._fingerprint = call.fingerprint
-        self._prompts = prompts
-        self._n = n
-        self._logprobs = LogprobFormat(
-            call.state.engine.tokenizer, bool(body.return_tokens_as_token_ids)
-        )
-        self._returns_ids = bool(body.return_token_ids)
-        self._report = UsageReport(body.stream_options)
+        super().__init__(call, body, plan, prompts)
+        self._echoes = bool(body.echo)
         self._offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
 
-    def chunks(
-        self, choice: int, output: CompletionOutput, usage: UsageCounter
-    ) -> Iterator[CompletionChunk]:
-        is_first = choice not in self._offsets
-        offset = self._offsets.setdefault(choice, 0)
-        logprobs = self._logprobs.completion(output, offset)
-        if logprobs is not None:
-            self._offsets[choice] += sum(map(len, logprobs.tokens))
-        has_tokens = bool(output.token_ids) and (logprobs is not None or self._returns_ids)
-        if not (output.text or output.finish_reason or has_tokens):
-            return  # the text is held back for now
-        prompt_ids = self._prompts[choice // self._n].token_ids
-        yield self._chunk(
-            [
-                CompletionChunkChoice(
-                    choice,
-                    output.text,
-                    logprobs,
-                    output.finish_reason,
-                    output.stop_reason,
-                    prompt_ids if self._returns_ids and is_first else None,
-                    list(output.token_ids) if self._returns_ids else None,
-                )
-            ],
-            self._report.in_chunk(usage),
-            is_last=output.finish_reason is not None and not self._report.at_end,
+    def openings(self, choice: int) -> list[CompletionChunkChoice]:
+        if not self._echoes:
+            return []
+        text, logprobs = self._echo_text(choice), self._echo_logprobs(choice)
+        if not text and logprobs is None:
+            return []
+        self._offsets[choice] = _num_chars(logprobs)
+        token_ids: list[int] | None = [] if self.returns_ids else None
+        return [
+            CompletionChunkChoice(
+                choice, text, logprobs, None, None, self._prompt_ids_once(choice), token_ids
+            )
+        ]
+
+    def delta(self, choice: int, output: CompletionOutput) -> CompletionChunkChoice:
+        offset = self._offsets.get(choice, 0)
+        logprobs = self._logprobs(output, offset)
+        self._offsets[choice] = offset + _num_chars(logprobs)
+        return CompletionChunkChoice(
+            choice,
+            output.text,
+            logprobs,
+            output.finish_reason,
+            output.stop_reason,
+            self._prompt_ids_once(choice),
+            self.token_ids(output),
         )
 
-    def usage_chunk(self, usage: Usage) -> CompletionChunk:
-        return self._chunk([], usage, is_last=True)
-
-    def _chunk(
-        self,
-        choices: list[CompletionChunkChoice],
-        usage: Usage | UnsetType | None,
-        *,
-        is_last: bool,
-    ) -> CompletionChunk:
+    def chunk(self, choices: list[CompletionChunkChoice], frame: ChunkFrame) -> CompletionChunk:
         return CompletionChunk(
-            self._id,
-            self._created,
-            self._model,
+            self.id,
+            self.created,
+            self.model,
             choices,
-            usage,
-            self._fingerprint if is_last else UNSET,
+            frame.usage,
+            frame.fingerprint,
+            effective_params=frame.effective_params,
         )
 
     def whole(self, choices: list[CompletionOutput], usage: Usage) -> CompletionResponse:
         return CompletionResponse(
-            self._id,
-            self._created,
-            self._model,
+            self.id,
+            self.created,
+            self.model,
             [self._choice(index, output) for index, output in enumerate(choices)],
-            self._fingerprint,
+            self.fingerprint,
             usage,
+            effective_params=self.effective,
         )
 
     def _choice(self, index: int, output: CompletionOutput) -> CompletionChoice:
-        prompt = self._prompts[index // self._n]
+        text = output.text
+        logprobs: CompletionLogprobs | None = None
+        if self._echoes:
+            text = self._echo_text(index) + text
+            logprobs = self._echo_logprobs(index)
         return CompletionChoice(
             index,
-            output.text,
-            self._logprobs.completion(output, 0),
+            text,
+            _joined(logprobs, self._logprobs(output, _num_chars(logprobs))),
             output.finish_reason,
             output.stop_reason,
-            token_ids=list(output.token_ids) if self._returns_ids else None,
-            prompt_token_ids=prompt.token_ids if self._returns_ids else None,
+            token_ids=self.token_ids(output),
+            prompt_logprobs=self.prompt_logprobs(index),
+            prompt_token_ids=self.prompt_of(index).token_ids if self.returns_ids else None,
         )
+
+    def _logprobs(self, output: CompletionOutput, offset: int) -> CompletionLogprobs | None:
+        num_top = self.plan.num_logprobs
+        if num_top is None or output.logprobs is None:
+            return None
+        return self.scores.completion(output.token_ids, output.logprobs, num_top, offset)
+
+    def _echo_text(self, choice: int) -> str:
+        """The prompt; nothing where the client gets it as ids."""
+        return "" if self.returns_ids else self.prompt_of(choice).text or ""
+
+    def _echo_logprobs(self, choice: int) -> CompletionLogprobs | None:
+        scores, num_top = self.prompt_scores(choice), self.plan.num_echo_logprobs
+        if scores is None or num_top is None:
+            return None
+        return self.scores.completion(self.prompt_of(choice).token_ids, scores, num_top)
+
+    def _prompt_ids_once(self, choice: int) -> list[int] | None:
+        if not (self.returns_ids and self.is_new(choice)):
+            return None
+        return self.prompt_of(choice).token_ids
+
+
+def _num_chars(logprobs: CompletionLogprobs | None) -> int:
+    return sum(map(len, logprobs.tokens)) if logprobs is not None else 0
+
+
+def _joined(
+    first: CompletionLogprobs | None, second: CompletionLogprobs | None
+) -> CompletionLogprobs | None:
+    if first is None or second is None:
+        return first or second
+    return CompletionLogprobs(
+        first.text_offset + second.text_offset,
+        first.token_logprobs + second.token_logprobs,
+        first.tokens + second.tokens,
+        first.top_logprobs + second.top_logprobs,
+    )

@@ -3,30 +3,41 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.configs.config import ModelConfig
+from headrace.configs.config import EngineConfig, ModelConfig
 from headrace.configs.errors import HeadraceError
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import EngineStats
 from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.async_engine import EngineState
 from headrace.frontend.outputs import RequestOutput
+from headrace.frontend.render_params import ChatParams, TokenizeParams
+from headrace.frontend.stats import StatLoggerBase
 
 
 class PromptRenderer(Protocol):
-    """Prompts and messages to token ids; both raise InvalidRequestError."""
+    """Prompts and chats to token ids, off the event loop; both raise InvalidRequestError."""
 
-    async def render_completion(
-        self, prompt: str | Sequence[int], add_special_tokens: bool = True
-    ) -> RenderedPrompt: ...
+    @property
+    def default_cmpl_tok_params(self) -> TokenizeParams: ...
+    @property
+    def default_chat_tok_params(self) -> TokenizeParams: ...
 
-    async def render_chat(
+    async def render_cmpl_async(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        prompts: Sequence[Any],
+        tok_params: TokenizeParams | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> RenderedPrompt: ...
+        prompt_extras: Mapping[str, Any] | None = None,
+    ) -> list[RenderedPrompt]: ...
+
+    async def render_chat_async(
+        self,
+        conversations: Sequence[Any],
+        chat_params: ChatParams,
+        tok_params: TokenizeParams | None = None,
+        *,
+        prompt_extras: Mapping[str, Any] | None = None,
+    ) -> tuple[list[Any], list[RenderedPrompt]]: ...
 
 
 class ServingEngine(Protocol):
@@ -35,6 +46,8 @@ class ServingEngine(Protocol):
     @property
     def state(self) -> EngineState: ...
     @property
+    def config(self) -> EngineConfig: ...
+    @property
     def model_config(self) -> ModelConfig: ...
     @property
     def tokenizer(self) -> Any: ...
@@ -42,6 +55,10 @@ class ServingEngine(Protocol):
     def renderer(self) -> PromptRenderer: ...
     @property
     def num_requests(self) -> int: ...
+    @property
+    def stat_loggers(self) -> Mapping[str, StatLoggerBase]:
+        """By name; "prometheus" holds the engine's metrics, unless statistics are off."""
+        ...
 
     async def start(self) -> None:
         """Wait until it is ready. Raises the HeadraceError that says why it cannot start."""
@@ -54,7 +71,6 @@ class ServingEngine(Protocol):
         request_id: str,
         *,
         priority: int = 0,
-        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request; closing the iterator, or cancelling its consumer, aborts it."""
         ...

@@ -1,11 +1,12 @@
-"""Fields of the public API that this version knows but does not act on.
+"""Fields of the public API that this version knows but does not act on, and checks of values.
 
-Each is accepted at its neutral value, so that clients which always send it work, and refused by
-name otherwise: nothing that a client asks for vanishes. Values that would be wrong in any version
-are refused first, with the range.
+Each such field is accepted at its neutral value, so that clients which always send it work, and
+refused by name otherwise: nothing that a client asks for vanishes. Values that would be wrong in
+any version are refused first, with the range.
 """
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,7 @@ IGNORED_FIELDS = frozenset(
     }
 )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What the checks need to know about the model and the request."""
-
-    vocab_size: int
-    n: int
-
-
-Check = Callable[[str, Any, Limits], None]
+Check = Callable[[str, Any], None]
 
 
 @dataclass(frozen=True)
@@ -44,65 +36,19 @@ class Unsupported:
     advice: str = "leave it out"
 
 
-def _number(low: float, high: float, *, above_low: bool = False) -> Check:
-    def check(name: str, value: Any, limits: Limits) -> None:
-        left = f"above {low:g}" if above_low else f"at least {low:g}"
-        wanted = left if high == float("inf") else f"in [{low:g}, {high:g}]"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (above_low and value == low):
-            raise invalid(name, f"must be a number {wanted}", value)
-
-    return check
-
-
-def _check_int(low: int) -> Check:
-    def check(name: str, value: Any, limits: Limits) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+def _at_least(low: int) -> Check:
+    def check(name: str, value: Any) -> None:
+        if type(value) is not int or value < low:
             raise invalid(name, f"must be an int of at least {low}", value)
 
     return check
 
 
-def _check_logit_bias(name: str, value: Any, limits: Limits) -> None:
-    if not isinstance(value, dict):
-        raise invalid(name, "must be an object of token id to bias", value)
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and int(key[:20]) < limits.vocab_size):
-            raise invalid(name, f"must have token ids in [0, {limits.vocab_size - 1}] as keys", key)
-        if not isinstance(bias, int | float) or isinstance(bias, bool):
-            raise invalid(name, "must have numbers as values", bias)
-
-
-def _check_allowed(name: str, value: Any, limits: Limits) -> None:
-    if check_token_list(name, value, limits.vocab_size) == []:
-        raise invalid(name, "must allow at least one token id", value)
-
-
-def _check_bad_words(name: str, value: Any, limits: Limits) -> None:
-    if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
-        raise invalid(name, "must be a list of strings that are not empty", value)
-
-
-def _check_best_of(name: str, value: Any, limits: Limits) -> None:
-    _check_int(limits.n)(name, value, limits)
-
-
-COMMON_FIELDS: Mapping[str, Unsupported] = {
-    "presence_penalty": Unsupported((None, 0.0), _number(-2, 2)),
-    "frequency_penalty": Unsupported((None, 0.0), _number(-2, 2)),
-    "repetition_penalty": Unsupported((None, 1.0), _number(0, float("inf"), above_low=True)),
-    "length_penalty": Unsupported((None, 1.0)),
-    "use_beam_search": Unsupported((None, False)),
-    "best_of": Unsupported((None,), _check_best_of, "sample n choices instead"),
-    "logit_bias": Unsupported((None, {}), _check_logit_bias),
-    "allowed_token_ids": Unsupported((None,), _check_allowed),
-    "bad_words": Unsupported((None, []), _check_bad_words),
-    "spaces_between_special_tokens": Unsupported((None, True)),
-    "prompt_logprobs": Unsupported((None,), _check_int(-1)),
-    "logprob_token_ids": Unsupported((None,)),
-    "echo": Unsupported((None, False)),
-    "truncate_prompt_tokens": Unsupported((None,), _check_int(-1)),
-    "truncation_side": Unsupported(),
+_BEAM_SEARCH = "LLM.beam_search has it"
+GENERATION_FIELDS: Mapping[str, Unsupported] = {
+    "use_beam_search": Unsupported((None, False), advice=_BEAM_SEARCH),
+    "length_penalty": Unsupported((None, 1.0), advice=_BEAM_SEARCH),
+    "logprob_token_ids": Unsupported(),
     "response_format": Unsupported((None, {"type": "text"})),
     "structured_outputs": Unsupported(),
     "guided_json": Unsupported(),
@@ -117,25 +63,23 @@ COMMON_FIELDS: Mapping[str, Unsupported] = {
     "kv_transfer_params": Unsupported(),
     "ec_transfer_params": Unsupported(),
     "repetition_detection": Unsupported(),
-    "thinking_token_budget": Unsupported((None, -1), _check_int(-1)),
-    "stream_interval": Unsupported((None, 1), _check_int(1)),
+    "thinking_token_budget": Unsupported((None, -1), _at_least(-1)),
+    "stream_interval": Unsupported((None, 1), _at_least(1)),
     "watermarking": Unsupported((None, False)),
-    "routed_experts_prompt_start": Unsupported((None, 0), _check_int(0)),
+    "routed_experts_prompt_start": Unsupported((None, 0), _at_least(0)),
 }
 COMPLETION_FIELDS: Mapping[str, Unsupported] = {
-    **COMMON_FIELDS,
+    **GENERATION_FIELDS,
     "suffix": Unsupported((None, "")),
     "prompt_embeds": Unsupported(),
 }
 CHAT_FIELDS: Mapping[str, Unsupported] = {
-    **COMMON_FIELDS,
+    **GENERATION_FIELDS,
     "tools": Unsupported(),
     "tool_choice": Unsupported((None, "none")),
     "functions": Unsupported(),
     "function_call": Unsupported((None, "none")),
     "include_reasoning": Unsupported((None, True)),
-    "documents": Unsupported((None, [])),
-    "chat_template": Unsupported(advice="templates come from the operator, not from clients"),
     "mm_processor_kwargs": Unsupported((None, {})),
     "media_io_kwargs": Unsupported((None, {})),
     "modalities": Unsupported((None, ["text"])),
@@ -148,10 +92,7 @@ CHAT_FIELDS: Mapping[str, Unsupported] = {
 
 
 def check_other_fields(
-    raw: Mapping[str, msgspec.Raw],
-    names: list[str],
-    known: Mapping[str, Unsupported],
-    limits: Limits,
+    raw: Mapping[str, msgspec.Raw], names: list[str], known: Mapping[str, Unsupported]
 ) -> list[str]:
     """Check the fields `names` that are not acted on; returns those that nobody knows.
 
@@ -169,15 +110,21 @@ def check_other_fields(
         if any(_same(value, neutral) for neutral in field.neutral):
             continue
         if field.check is not None:
-            field.check(name, value, limits)
-        if name == "best_of" and value == limits.n:
-            continue
+            field.check(name, value)
         raise UnsupportedFeatureError(
             f"{name} is not supported yet; {field.advice} (parameter={name}, "
             f"value={show_value(value)})",
             name,
         )
     return unknown
+
+
+def refuse_unknown(name: str, known: Iterable[str]) -> InvalidRequestError:
+    """What `--strict` answers to a field that nobody knows: with the likeliest known name."""
+    shown = show_value(name)
+    match = difflib.get_close_matches(name[:80], sorted({*known, *IGNORED_FIELDS}), 1)
+    hint = f"; did you mean {match[0]}?" if match else ""
+    return InvalidRequestError(f"{shown} is not a field of this request{hint} (--strict)", name)
 
 
 def check_token_list(name: str, value: Any, vocab_size: int) -> list[int]:
@@ -188,6 +135,8 @@ def check_token_list(name: str, value: Any, vocab_size: int) -> list[int]:
     wanted = f"must be token ids: ints in [0, {vocab_size - 1}]"
     if not isinstance(value, list):
         raise invalid(name, wanted, value)
+    if value and set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab_size:
+        return value  # long lists are checked at the speed of C
     for token in value:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise invalid(name, wanted, token)

@@ -1,146 +1,73 @@
-"""One HTTP request running on the engine: its prompts side by side, its usage, its answer."""
+"""One HTTP request running on the engine: its prompts side by side, and its answer."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from fastapi import Response
-from msgspec import UNSET, UnsetType
 
-from headrace.configs.errors import HeadraceError, InvalidRequestError, RequestFailedError
-from headrace.configs.sampling_params import SamplingParams
+from headrace.configs.errors import RequestFailedError
 from headrace.frontend.admission import RenderedPrompt
+from headrace.frontend.http.answer import Answer, UsageCounter
 from headrace.frontend.http.call import Call
 from headrace.frontend.http.engine import ServingEngine
 from headrace.frontend.http.health import json_response
-from headrace.frontend.http.metrics import ServerMetrics
-from headrace.frontend.http.protocol import GenerationBody, StreamOptions
-from headrace.frontend.http.responses import PromptTokensDetails, Usage
+from headrace.frontend.http.protocol import GenerationBody
+from headrace.frontend.http.queue_gate import QueueGate
+from headrace.frontend.http.sampling import SamplingPlan, check_cost
 from headrace.frontend.http.sse import DONE, EventStreamResponse, encode_event
 from headrace.frontend.outputs import CompletionOutput, RequestOutput
 
-
-class ResponseFormat(Protocol):
-    """How completions or chat write what the engine gives; one object per request."""
-
-    def chunks(
-        self, choice: int, output: CompletionOutput, usage: "UsageCounter"
-    ) -> Iterable[msgspec.Struct]:
-        """Events for a delta of choice number `choice` (over all prompts)."""
-        ...
-
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """The last event of a stream whose client asked for usage."""
-        ...
-
-    def whole(self, choices: list[CompletionOutput], usage: Usage) -> msgspec.Struct:
-        """The body of a response that is not streamed, from all choices in order."""
-        ...
+AnyAnswer = Answer[Any]
 
 
-class UsageReport:
-    """Where a stream carries usage: `at_end` in an event of its own, or also in every chunk."""
-
-    def __init__(self, options: StreamOptions | None) -> None:
-        self.at_end = options is not None and bool(options.include_usage)
-        self._in_chunks = options is not None and bool(options.continuous_usage_stats)
-
-    def in_chunk(self, counter: "UsageCounter") -> Usage | UnsetType | None:
-        """The `usage` of a chunk: no such key unless the client asked for usage."""
-        if not self.at_end:
-            return UNSET
-        return counter.usage() if self._in_chunks else None
-
-
-class UsageCounter:
-    """Token counts so far."""
-
-    def __init__(self, prompts: list[RenderedPrompt]) -> None:
-        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self._num_cached = [0] * len(prompts)
-        self._num_generated = 0
-
-    def add(self, prompt_index: int, output: RequestOutput) -> int:
-        """Count an output; returns its number of new tokens."""
-        num_new = sum(len(choice.token_ids) for choice in output.outputs)
-        self._num_generated += num_new
-        if output.num_cached_tokens is not None:
-            self._num_cached[prompt_index] = output.num_cached_tokens
-        return num_new
-
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            total_tokens=self._num_prompt_tokens + self._num_generated,
-            completion_tokens=self._num_generated,
-            prompt_tokens_details=PromptTokensDetails(sum(self._num_cached)),
-        )
-
-
-@dataclass
+@dataclass(frozen=True)
 class Generation:
-    """What to run, and what is counted while it runs. `params.output_kind` says how it comes."""
+    """What to run. `plan.params.output_kind` says how outputs come."""
 
     engine: ServingEngine
-    metrics: ServerMetrics
+    queue: QueueGate
     response_id: str
     prompts: list[RenderedPrompt]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
+    plan: SamplingPlan
+    priority: int
+    has_usage_details: bool
+
+    def usage_counter(self) -> UsageCounter:
+        return UsageCounter(self.prompts, self.has_usage_details)
 
     async def outputs(self, usage: UsageCounter) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt index, output) as they come. Closing it aborts what still runs."""
-        num_open = len(self.prompts) * self.params.n
-        reason = "abort"
-        try:
-            async with contextlib.aclosing(_merge([self._run(i) for i in self._indexes()])) as runs:
-                async for index, output in runs:
-                    self.metrics.count_generated(usage.add(index, output))
-                    for choice in output.outputs:
-                        if choice.finish_reason is not None:
-                            num_open -= 1
-                            self.metrics.count_finished(choice.finish_reason)
+        """(prompt index, output) as they come, counted. Closing it aborts what still runs."""
+        with self.queue.admitted([len(prompt.token_ids) for prompt in self.prompts]):
+            runs = [self._run(index) for index in range(len(self.prompts))]
+            async with contextlib.aclosing(_merge(runs)) as merged:
+                async for index, output in merged:
+                    if not self.plan.keeps_output:
+                        output.outputs = [_without_tokens(choice) for choice in output.outputs]
+                    usage.add(index, output)
                     yield index, output
-        except HeadraceError as error:
-            reason = "error"
-            if isinstance(error, InvalidRequestError):
-                num_open = 0
-            raise
-        finally:
-            if num_open > 0:
-                self.metrics.count_finished(reason, num_open)
-
-    def _indexes(self) -> range:
-        return range(len(self.prompts))
 
     async def _run(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        prompt = self.prompts[index]
         outputs = self.engine.generate(
-            prompt,
-            self.params,
+            self.prompts[index],
+            self.plan.params,
             f"{self.response_id}-{index}",
             priority=self.priority,
-            cache_salt=self.cache_salt,
         )
-        is_first = True
         async with _closing(outputs):
             async for output in outputs:
-                if is_first:
-                    self.metrics.count_prompt(len(prompt.token_ids))
-                    is_first = False
                 yield index, output
 
 
 async def respond(
     call: Call,
     body: GenerationBody,
-    params: SamplingParams,
+    plan: SamplingPlan,
     render: Coroutine[Any, Any, list[RenderedPrompt]],
-    make_format: Callable[[list[RenderedPrompt]], ResponseFormat],
+    make_answer: Callable[[list[RenderedPrompt]], AnyAnswer],
 ) -> Response:
     """Render, run and write the answer; a stream if the body asks for one.
 
@@ -149,52 +76,68 @@ async def respond(
     connection = call.connection()
     try:
         prompts = await connection.run(render)
+        call.warnings += [warning for prompt in prompts for warning in prompt.warnings]
+        check_cost(plan, [len(prompt.token_ids) for prompt in prompts], call.rules())
+        call.state.request_log.received(call.response_id, call.label, prompts)
+        options = call.state.options
         generation = Generation(
-            call.state.engine, call.state.metrics, call.response_id, prompts, params,
-            body.priority or 0, body.cache_salt,
-        )  # fmt: skip
-        form = make_format(prompts)
+            call.state.engine,
+            call.state.queue,
+            call.response_id,
+            prompts,
+            plan,
+            call.priority(body.priority),
+            options.enable_prompt_tokens_details,
+        )
+        answer = make_answer(prompts)
         if not body.stream:
-            response = json_response(await connection.run(_whole(generation, form)))
+            response = json_response(await connection.run(_whole(generation, answer)))
             connection.close()
             return response
-        events = _events(generation, form, UsageReport(body.stream_options))
-        return await EventStreamResponse.open(events, connection)
+        return await EventStreamResponse.open(
+            _events(generation, answer), connection, options.sse_keep_alive_interval
+        )
     except BaseException:
         connection.close()
         raise
 
 
-async def _whole(generation: Generation, form: ResponseFormat) -> msgspec.Struct:
-    usage = UsageCounter(generation.prompts)
-    num_choices = generation.params.n
+async def _whole(generation: Generation, answer: AnyAnswer) -> msgspec.Struct:
+    usage = generation.usage_counter()
+    num_choices = generation.plan.n
     choices: dict[int, CompletionOutput] = {}
     async with contextlib.aclosing(generation.outputs(usage)) as outputs:
         async for prompt_index, output in outputs:
+            answer.note_prompt(prompt_index, output)
             for choice in output.outputs:
                 choices[prompt_index * num_choices + choice.index] = choice
     if len(choices) != num_choices * len(generation.prompts):
         raise RequestFailedError("the engine ended the request without all of its choices")
-    return form.whole([choices[index] for index in sorted(choices)], usage.usage())
+    return answer.whole([choices[index] for index in sorted(choices)], usage.usage())
 
 
-async def _events(
-    generation: Generation, form: ResponseFormat, report: UsageReport
-) -> AsyncGenerator[bytes, None]:
-    usage = UsageCounter(generation.prompts)
+async def _events(generation: Generation, answer: AnyAnswer) -> AsyncGenerator[bytes, None]:
+    usage = generation.usage_counter()
     async with contextlib.aclosing(generation.outputs(usage)) as outputs:
         async for prompt_index, output in outputs:
-            first_choice = prompt_index * generation.params.n
+            answer.note_prompt(prompt_index, output)
+            first_choice = prompt_index * generation.plan.n
             events = [
                 encode_event(chunk)
                 for choice in output.outputs
-                for chunk in form.chunks(first_choice + choice.index, choice, usage)
+                for chunk in answer.chunks(first_choice + choice.index, choice, usage)
             ]
             if events:
                 yield b"".join(events)
-    if report.at_end:
-        yield encode_event(form.usage_chunk(usage.usage()))
+    if answer.report.at_end:
+        yield encode_event(answer.usage_chunk(usage.usage()))
     yield DONE
+
+
+def _without_tokens(choice: CompletionOutput) -> CompletionOutput:
+    """The choice as if nothing had been generated: it ends by its length limit, which is 0."""
+    reason = "length" if choice.finish_reason == "stop" else choice.finish_reason
+    return CompletionOutput(choice.index, "", [], None, None, reason)
 
 
 async def _merge(

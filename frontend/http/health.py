@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.configs.errors import HeadraceError
-from headrace.frontend.http.auth import PUBLIC_PATHS
+from headrace.frontend.http.auth import PUBLIC_PATHS, route_path
 from headrace.frontend.http.errors import error_response
 from headrace.frontend.http.server_state import ServerState
 
@@ -26,7 +26,7 @@ class ReadinessGate:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._passes(scope["path"]):
+        if scope["type"] == "http" and not self._passes(route_path(scope)):
             try:
                 self._state.check_ready()
             except HeadraceError as error:
@@ -42,7 +42,7 @@ class ReadinessGate:
 
 
 class HealthRoutes:
-    """`/health*`, `/version` and `/metrics`."""
+    """`/health*`, `/ping`, `/version`, `/load` and `/metrics`."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -65,6 +65,10 @@ class HealthRoutes:
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": package_version()})
+
+    async def load(self, request: Request) -> Response:
+        """Running generation requests; always 0 unless the server was started to count them."""
+        return json_response({"server_load": self._state.load.num_running})
 
     async def metrics(self, request: Request) -> Response:
         text, content_type = self._state.metrics.exposition(request.headers.get("accept", ""))

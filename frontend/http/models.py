@@ -5,6 +5,7 @@ import uuid
 
 import msgspec
 from fastapi import Request, Response
+from starlette.exceptions import HTTPException
 
 from headrace.configs.config import ModelConfig
 from headrace.frontend.http.errors import RequestRefused, error_response, show_value
@@ -62,8 +63,11 @@ class ModelRoutes:
 
     async def get_model(self, request: Request) -> Response:
         config = self._state.ready_engine().model_config
+        given = request.path_params["model"]
+        if not given:
+            raise HTTPException(404)  # "/v1/models/": redirected to the list
         try:
-            name = check_model_name(config, request.path_params["model"])
+            name = check_model_name(config, given)
         except RequestRefused as error:
             return error_response(error)
         return json_response(self._card(config, name))

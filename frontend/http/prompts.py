@@ -5,10 +5,8 @@ from typing import Any
 from headrace.configs.errors import InvalidRequestError
 from headrace.frontend.http.fields import check_token_list, invalid
 
-MAX_NUM_PROMPTS = 1024
 
-
-def parse_prompts(value: Any, vocab_size: int) -> list[str | list[int]]:
+def parse_prompts(value: Any, vocab_size: int, max_prompts: int) -> list[str | list[int]]:
     """All prompts of a request. Raises InvalidRequestError with the value and what it must be."""
     if isinstance(value, str):
         return [_text(value)]
@@ -18,9 +16,9 @@ def parse_prompts(value: Any, vocab_size: int) -> list[str | list[int]]:
         raise InvalidRequestError("prompt is empty; it needs at least one token", "prompt")
     if not isinstance(value[0], str | list):
         return [check_token_list("prompt", value, vocab_size)]
-    if len(value) > MAX_NUM_PROMPTS:
+    if len(value) > max_prompts:
         raise InvalidRequestError(
-            f"prompt has {len(value)} prompts; at most {MAX_NUM_PROMPTS} are accepted", "prompt"
+            f"prompt has {len(value)} prompts; at most {max_prompts} are accepted", "prompt"
         )
     return [_item(item, vocab_size) for item in value]
 

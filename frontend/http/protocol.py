@@ -1,4 +1,4 @@
-"""Request bodies of the generation routes, typed and strict, and how they are decoded.
+"""Request bodies, typed and strict, and how they are decoded.
 
 A body is decoded in two passes: its top-level names with their raw values, to find unknown and
 unsupported fields, and then the fields that this version acts on. `true` and `1.5` are no ints.
@@ -6,15 +6,17 @@ unsupported fields, and then the fields that this version acts on. `true` and `1
 
 import re
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from fastapi import Request
 
 from headrace.frontend.http.errors import MAX_VALUE_CHARS, RequestRefused, bad_schema
+from headrace.frontend.http.limits import RequestLimits, is_too_deep
 
-MAX_BODY_BYTES = 64 * 2**20
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -24,30 +26,49 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(msgspec.Struct, kw_only=True, frozen=True):
-    """Fields that completions and chat share. None is unset: the model's default, then ours."""
+class RequestBody(msgspec.Struct, kw_only=True, frozen=True):
+    """What the body of every route about a model may have."""
 
     model: str | None = None
+    request_id: str | None = None
+
+
+class GenerationBody(RequestBody, kw_only=True, frozen=True):
+    """Fields that completions and chat share. None is unset: the model's default, then ours."""
+
     max_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None  # Any: checked by hand, so that messages give the range
+    allowed_token_ids: Any = None
+    bad_words: Any = None
     stop: str | list[str] | None = None
-    stop_token_ids: Any = None  # checked by hand: the message gives the range
+    stop_token_ids: Any = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None
+    echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_effective_params: bool | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True, frozen=True):
@@ -67,12 +88,14 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    documents: list[dict[str, str]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_prompt_text: bool | None = None
 
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=RequestBody)
 
 
 @dataclass(frozen=True)
@@ -88,7 +111,7 @@ class DecodedBody(Generic[BodyT]):
         return [name for name in self.raw if name not in known]
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """The request's JSON text. Raises RequestRefused for another media type or too many bytes."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -100,16 +123,21 @@ async def read_body(request: Request) -> bytes:
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
+        if size > max_bytes:
             raise RequestRefused(
-                413, "Content Too Large", f"the body is longer than {MAX_BODY_BYTES} bytes"
+                413, "Content Too Large", f"the body is longer than {max_bytes} bytes"
             )
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-def decode_body(data: bytes, kind: type[BodyT]) -> DecodedBody[BodyT]:
+def decode_body(data: bytes, kind: type[BodyT], limits: RequestLimits) -> DecodedBody[BodyT]:
     """Decode a body. Raises RequestRefused (400) with the field, its value and what it must be."""
+    if is_too_deep(data, limits):
+        raise bad_schema(
+            f"the body is nested too deeply: at most {limits.max_json_depth} levels of arrays and "
+            "objects are accepted"
+        )
     raw: dict[str, msgspec.Raw] = {}
     try:
         raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])

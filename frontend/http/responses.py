@@ -1,13 +1,22 @@
-"""Response bodies and stream chunks of the generation routes, key for key as the API has them."""
+"""Response bodies and stream chunks of the generation routes, key for key as the API has them.
+
+`effective_params` is ours, and there only for clients that ask for it.
+"""
+
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+EffectiveParams = dict[str, Any] | UnsetType
+
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """`cached_tokens`: prompt tokens that came from the prefix cache."""
+    """`cached_tokens`: prompt tokens that came from the prefix cache. The others are not known."""
 
     cached_tokens: int
+    created_cache_tokens: None = None
+    multimodal_tokens: None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -16,17 +25,31 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: None = None
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token's score at a position of the prompt; `rank` is 1-based."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a completion, one entry per token in each list."""
+    """Log-probabilities of a completion, one entry per token in each list.
+
+    The first token of an echoed prompt has none.
+    """
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -38,7 +61,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     routed_experts: None = None
 
@@ -57,6 +80,7 @@ class CompletionResponse(msgspec.Struct, frozen=True):
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     metrics: None = None
+    effective_params: EffectiveParams = UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True):
@@ -81,6 +105,7 @@ class CompletionChunk(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
     object: str = "text_completion"
+    effective_params: EffectiveParams = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -143,10 +168,11 @@ class ChatResponse(msgspec.Struct, frozen=True):
     prompt_text: str | None = None
     object: str = "chat.completion"
     service_tier: None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: PromptLogprobs | None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     metrics: None = None
+    effective_params: EffectiveParams = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -179,3 +205,4 @@ class ChatChunk(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_text: str | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
+    effective_params: EffectiveParams = UNSET

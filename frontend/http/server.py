@@ -2,16 +2,21 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from headrace.frontend.http.app import create_app
 from headrace.frontend.http.engine import ServingEngine
+from headrace.frontend.http.http_protocol import LimitedProtocol
 from headrace.frontend.http.listener import ServerOptions, url_of
 from headrace.frontend.http.server_state import ServerState
 
@@ -31,6 +36,29 @@ def serve(engine: ServingEngine, options: ServerOptions, listener: socket.socket
         return runner.run(_Server(engine, options, listener).run())
 
 
+def make_uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
+    """uvicorn with our limits on what arrives, and TLS if there is a certificate."""
+    tls = options.tls
+    protocol: Any = functools.partial(LimitedProtocol, limits=options.limits)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=options.access_log,
+        server_header=False,
+        root_path=options.root_path,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+        ssl_keyfile=tls.keyfile if tls else None,
+        ssl_certfile=tls.certfile if tls else None,
+        ssl_ca_certs=tls.ca_certs if tls else None,
+        ssl_cert_reqs=tls.cert_reqs if tls else ssl.CERT_NONE,
+    )
+
+
 class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: the signals are ours."""
 
@@ -45,21 +73,9 @@ class _Server:
     ) -> None:
         self._engine = engine
         self._listener = listener
-        self._url = url_of(listener)
-        self._state = ServerState(engine)
-        self._http = _HttpServer(
-            uvicorn.Config(
-                create_app(self._state, options.api_keys),
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
-            )
-        )
+        self._url = url_of(listener, options.tls)
+        self._state = ServerState(engine, options)
+        self._http = _HttpServer(make_uvicorn_config(create_app(self._state), options))
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

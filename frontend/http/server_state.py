@@ -5,16 +5,24 @@ import asyncio
 from headrace.configs.errors import EngineDeadError, EngineNotReadyError
 from headrace.frontend.async_engine import EngineState
 from headrace.frontend.http.engine import ServingEngine
+from headrace.frontend.http.listener import ServerOptions
+from headrace.frontend.http.load import ServerLoad
 from headrace.frontend.http.metrics import ServerMetrics
+from headrace.frontend.http.queue_gate import QueueGate
+from headrace.frontend.http.request_log import RequestLog
 
 
 class ServerState:
     """State of one API-server process. `stopping` is set once, when the server goes down."""
 
-    def __init__(self, engine: ServingEngine) -> None:
+    def __init__(self, engine: ServingEngine, options: ServerOptions | None = None) -> None:
         self.engine = engine
+        self.options = options or ServerOptions()
         self.stopping = asyncio.Event()
         self.metrics = ServerMetrics(engine)
+        self.load = ServerLoad()
+        self.queue = QueueGate(engine, self.metrics)
+        self.request_log = RequestLog(self.options)
 
     @property
     def status(self) -> EngineState:

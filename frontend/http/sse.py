@@ -1,6 +1,7 @@
 """Server-sent events: a stream whose first event is known before the status is sent."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
@@ -15,6 +16,7 @@ from headrace.frontend.http.errors import describe_error
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 FAREWELL_TIMEOUT_S = 1.0
 
 
@@ -26,31 +28,40 @@ def encode_event(value: object) -> bytes:
 class EventStreamResponse(Response):
     """Sends `first` and then what `events` yields; a fault becomes one error event, then [DONE].
 
-    `open()` waits for the first event, so that an early fault gets a status of its own. The
-    response owns `events` and `connection` and closes both.
+    `open()` waits for the first event, so that an early fault gets a status of its own; nothing is
+    sent before it. From then on, a comment is sent for every `keep_alive_s` without an event; 0
+    sends none. The response owns `events` and `connection` and closes both.
     """
 
     media_type = "text/event-stream; charset=utf-8"
 
     def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes, None], connection: ClientConnection
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        connection: ClientConnection,
+        keep_alive_s: float = 0.0,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
         self._connection = connection
+        self._keep_alive_s = keep_alive_s
 
     @classmethod
     async def open(
-        cls, events: AsyncGenerator[bytes, None], connection: ClientConnection
+        cls,
+        events: AsyncGenerator[bytes, None],
+        connection: ClientConnection,
+        keep_alive_s: float = 0.0,
     ) -> "EventStreamResponse":
         """Wait for the first event. Raises what `events` raises before it."""
 
         async def first_event() -> bytes:
             return await anext(events)
 
-        return cls(await connection.run(first_event()), events, connection)
+        return cls(await connection.run(first_event()), events, connection, keep_alive_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -69,8 +80,12 @@ class EventStreamResponse(Response):
 
     async def _send_events(self, send: Send) -> None:
         await _send_body(send, self._first)
-        async for event in self._events:
-            await _send_body(send, event)
+        events = self._events
+        if self._keep_alive_s > 0:
+            events = with_keep_alive(events, self._keep_alive_s)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                await _send_body(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _say_farewell(self, send: Send, last: bytes) -> None:
@@ -80,6 +95,24 @@ class EventStreamResponse(Response):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         except TimeoutError:
             logger.info("a client did not take the last events of its stream")
+
+
+async def with_keep_alive(
+    events: AsyncGenerator[bytes, None], interval_s: float
+) -> AsyncGenerator[bytes, None]:
+    """`events`, and a comment whenever none came for `interval_s` seconds."""
+    while True:
+        event = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait({event}, timeout=interval_s))[0]:
+                yield KEEP_ALIVE
+        finally:
+            if not event.done():
+                event.cancel()
+                await asyncio.wait({event})
+        if (data := event.result()) is None:
+            return
+        yield data
 
 
 async def _send_body(send: Send, data: bytes) -> None:

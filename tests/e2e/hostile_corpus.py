@@ -10,6 +10,7 @@ from typing import Any
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 JSON_TYPE = {"Content-Type": "application/json"}
 VOCAB_SIZE = 49152
 
@@ -44,13 +45,20 @@ SHARED_FIELDS = (
     "request_id", "logit_bias", "presence_penalty", "repetition_penalty", "allowed_token_ids",
     "bad_words", "response_format", "structured_outputs", "user", "ignore_eos", "max_tokens",
     "truncate_prompt_tokens", "prompt_logprobs", "logprobs", "return_token_ids",
-    "kv_transfer_params",
+    "kv_transfer_params", "frequency_penalty", "best_of", "logprobs_mode", "truncation_side",
+    "spaces_between_special_tokens", "skip_special_tokens", "include_stop_str_in_output",
+    "return_tokens_as_token_ids", "return_effective_params", "guided_regex", "use_beam_search",
+    "vllm_xargs",
 )  # fmt: skip
-COMPLETION_FIELDS = ("prompt", "echo", "suffix", "best_of", "prompt_embeds", "add_special_tokens")
+COMPLETION_FIELDS = ("prompt", "echo", "suffix", "prompt_embeds", "add_special_tokens")
 CHAT_FIELDS = (
     "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "chat_template",
     "tools", "tool_choice", "reasoning_effort", "add_generation_prompt", "continue_final_message",
-    "documents",
+    "documents", "return_prompt_text",
+)  # fmt: skip
+TOKENIZE_FIELDS = (
+    "model", "prompt", "messages", "add_special_tokens", "return_token_strs", "chat_template",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "tools",
 )  # fmt: skip
 # With one of these, the length is not limited by max_tokens: any token ends the answer.
 LENGTHS = ("max_tokens", "max_completion_tokens")
@@ -74,6 +82,14 @@ def each_field_with_each_value() -> Iterator[Hostile]:
         values = BAD_VALUES[k % 3 :: 3] if name in SHARED_FIELDS else BAD_VALUES
         for value in values:
             yield Hostile(f"{name}={value[:20]}", body(MESSAGES, name, value), CHAT)
+    for value in BAD_VALUES:
+        for name in TOKENIZE_FIELDS:
+            base = MESSAGES if name.startswith(("chat", "add", "continue")) else PROMPT
+            yield Hostile(
+                f"{name}={value[:20]}", f'{{{base}, "{name}": {value}}}'.encode(), TOKENIZE
+            )
+        for tokens in (value, f"[1, {value}]"):
+            yield Hostile(f"tokens={tokens[:20]}", f'{{"tokens": {tokens}}}'.encode(), DETOKENIZE)
 
 
 BAD_BODIES = {
@@ -116,7 +132,7 @@ BAD_BODIES = {
 
 
 def bad_bodies() -> Iterator[Hostile]:
-    for path in (COMPLETIONS, CHAT):
+    for path in (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE):
         for name, content in BAD_BODIES.items():
             yield Hostile(name, content, path)
     for depth in (100, 400, 900, 1100, 50_000):

@@ -1,15 +1,18 @@
 """Hostile requests beside good ones (PP05): nothing breaks, and the good ones do not notice."""
 
 import json
+import re
 import socket
+import struct
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import psutil
 import pytest
 
+from tests.e2e.hostile_bytes import HostileBytes, raw_corpus
 from tests.e2e.hostile_corpus import Hostile, corpus
 from tests.e2e.server_process import ServerProcess, wait_until
 
@@ -95,46 +98,48 @@ def test_corpus_beside_good_requests(server: ServerProcess) -> None:
     assert not bad, bad
     assert Counter(status for _, status, _ in answers)[400] > len(requests) / 2
     for hostile, status, text in answers:
-        if status == 400 and hostile.path.startswith("/v1/") and hostile.method == "POST":
+        if status == 400 and hostile.method == "POST":
             assert json.loads(text)["error"]["message"], hostile.name
     assert len(good.texts) >= 2
     assert all(texts == expected for texts in good.texts)
     assert_unharmed(server, base)
 
 
-NOT_HTTP = [
-    b"\x00" * 100,
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-    b"GET /\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nContent-Length: 8\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
-    b"Content-Type: application/json\r\n\r\nffffffffffffffffff\r\n",
-    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: y\r\n" % k for k in range(5000)) + b"\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 200_000 + b"\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
-    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    b"GET http://example.org/ HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"prompt": ',  # cut
-]
-
-
-def test_what_is_not_http(server: ServerProcess) -> None:
-    base = server.gauges()
-    for data in NOT_HTTP:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=0.3) as client:
-            try:
-                client.sendall(data)
+def send_bytes(server: ServerProcess, hostile: HostileBytes) -> bytes:
+    """What the server says within a moment."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.3) as client:
+        try:
+            for part in hostile.parts:
+                client.sendall(part)
+                time.sleep(hostile.pause_s)
+            if hostile.ending == "reset":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if hostile.ending in ("reset", "close"):
+                return b""
+            if hostile.ending == "half-close":
                 client.shutdown(socket.SHUT_WR)
-                answer = client.recv(65536)
-            except OSError:  # refused by closing, or still waiting for the rest
-                continue
-        assert not answer.startswith(b"HTTP/1.1 5"), (data[:80], answer[:200])
-    assert isinstance(server.complete(prompt="a", max_tokens=1), httpx.Response)
+            return client.recv(65536)
+        except OSError:  # refused by closing, or still waiting for the rest
+            return b""
+
+
+def test_bytes_beside_good_requests(server: ServerProcess) -> None:
+    hostile = list(raw_corpus())
+    assert len(hostile) >= 200
+    base = server.gauges()
+    good = GoodClient(server)
+    expected = good.once()
+    good.start()
+    try:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            answers = list(pool.map(lambda item: send_bytes(server, item), hostile))
+    finally:
+        good.stopping.set()
+        good.join()
+    for item, answer in zip(hostile, answers, strict=True):
+        statuses = re.findall(rb"HTTP/1\.1 (\d+)", answer)
+        assert all(status[:1] in b"1234" for status in statuses), (item.name, answer[:300])
+    seen = Counter(answer[9:12] for answer in answers)
+    assert {b"200", b"400", b"413", b"414", b"431"} <= set(seen), seen
+    assert len(good.texts) >= 1 and all(texts == expected for texts in good.texts)
     assert_unharmed(server, base)

@@ -5,14 +5,13 @@ import json
 import math
 import random
 import stat
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 
@@ -86,7 +85,9 @@ SWEEP = [  # field, value as JSON, whether it is accepted (A8)
     ("n", "0", False), ("n", "1", True), ("n", "100000", False),
     ("max_tokens", "0", False), ("max_tokens", "-5", False), ("max_tokens", str(10**12), True),
     ("logprobs", "0", True), ("logprobs", "1000000", False),
-    ("repetition_penalty", "0", False),
+    ("repetition_penalty", "0", False), ("repetition_penalty", "1e-3", True),
+    ("repetition_penalty", "1e30", True), ("presence_penalty", "-2", True),
+    ("frequency_penalty", "2.5", False), ("logit_bias", '{"0": 1e300}', True),
 ]  # fmt: skip
 SWEEP_GROWTH = 200 * 2**20  # bytes; one row of 100,000 choices would be 20 GB
 
@@ -113,6 +114,46 @@ def test_a8_sweep(server: ServerProcess) -> None:
             assert choice["text"] == greedy["choices"][0]["text"]
     after = sum(process.memory_info().rss for process in server.everyone)
     assert after - before < SWEEP_GROWTH
+
+
+def test_a13_and_strict(start_server: StartServer, smollm2_gguf: Path) -> None:
+    """A13: what may not be sampled is at the floor, in JSON that is strictly valid. A15: strict."""
+    server = start_server(
+        smollm2_gguf, "--logprobs-mode", "processed_logprobs", "--strict", "--dtype", "float32"
+    )
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in the JSON")
+
+    allowed = [100, 200]
+    body = {
+        "messages": GREETING, "max_tokens": 3, "allowed_token_ids": allowed, "logprobs": True,
+        "top_logprobs": 5, "temperature": 1, "return_tokens_as_token_ids": True,
+        "return_effective_params": True,
+    }  # fmt: skip
+    answer = server.chat(**body)
+    assert answer.status_code == 200
+    decoded = json.loads(answer.text, parse_constant=refuse)
+    assert decoded["effective_params"]["logprobs_mode"] == "processed_logprobs"
+    for entry in decoded["choices"][0]["logprobs"]["content"]:
+        scores = {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+        shares = [math.exp(scores.pop(f"token_id:{token}")) for token in allowed]
+        assert math.isclose(sum(shares), 1, rel_tol=1e-4)
+        assert set(scores.values()) <= {-9999.0}
+    refused = server.complete(prompt="a", temprature=0.3, seed=4)
+    assert_refused(refused, "temprature", "did you mean temperature")
+
+
+def test_a15_unknown_and_unsupported_fields(server: ServerProcess) -> None:
+    before, length = server.metrics()["unknown_request_fields_total"], server.log.stat().st_size
+    answer = server.chat(messages=GREETING, max_tokens=1, temprature=0.3, seed=4)
+    assert answer.status_code == 200
+    assert answer.headers["X-Headrace-Unknown-Fields"] == "temprature"
+    assert server.metrics()["unknown_request_fields_total"] == before + 1
+    assert_refused(server.chat(messages=GREETING, guided_regex="a"), "guided_regex")
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert_refused(server.chat(messages=GREETING, tools=[tool]), "tools")
+    assert server.log.stat().st_size == length
 
 
 def test_a9_prompt_that_never_fits(start_server: StartServer, smollm2_gguf: Path) -> None:
@@ -302,37 +343,6 @@ def test_text_equals_the_library(server: ServerProcess, smollm2_gguf: Path) -> N
     assert "".join(event["choices"][0]["text"] for event in events) == expected[0]
     answer = server.chat(messages=GREETING, max_tokens=10).json()
     assert answer["choices"][0]["message"]["content"] == chat
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_official_client(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["m"]
-    assert client.models.retrieve("m").id == "m"
-    options: Any = {"model": "m", "messages": GREETING, "max_tokens": 8, "temperature": 0}
-    whole = client.chat.completions.create(**options)
-    assert whole.choices[0].message.content and whole.usage.prompt_tokens > 0
-    chunks = list(client.chat.completions.create(**options, stream=True))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == whole.choices[0].message.content
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    completion = client.completions.create(
-        model="m", prompt=PROMPT, max_tokens=2, temperature=0, logprobs=2
-    )
-    assert "Paris" in completion.choices[0].text
-    assert len(completion.choices[0].logprobs.tokens) == 2
-    pieces = client.completions.create(
-        model="m", prompt=PROMPT, max_tokens=2, temperature=0, stream=True
-    )
-    assert "".join(piece.choices[0].text for piece in pieces) == completion.choices[0].text
-    with pytest.raises(openai.NotFoundError, match="nope"):
-        client.completions.create(model="nope", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        client.completions.create(model="m", prompt="a", max_tokens=0)
 
 
 def test_request_ids(server: ServerProcess) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -11,15 +13,19 @@ import httpx
 import pytest
 import uvicorn
 
-from headrace.configs.config import ModelConfig
+from headrace.configs.config import EngineConfig, ModelConfig, SchedulerConfig
 from headrace.configs.errors import EngineDeadError, HeadraceError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.engine_core.messages import EngineStats, Ready
 from headrace.frontend.admission import Admission, RenderedPrompt
 from headrace.frontend.chat_template import render_chat
 from headrace.frontend.http.app import create_app
+from headrace.frontend.http.listener import ServerOptions
+from headrace.frontend.http.server import make_uvicorn_config
 from headrace.frontend.http.server_state import ServerState
 from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from headrace.frontend.render_params import ChatParams, TokenizeParams
+from headrace.frontend.stats import StatLoggerBase
 
 VOCAB_SIZE = 300  # bytes, specials, and ids that the tokenizer does not know
 MAX_MODEL_LEN = 64
@@ -35,6 +41,7 @@ class ByteTokenizer:
 
     special_tokens = {"<s>": 256, "<eos>": EOS}  # noqa: RUF012
     bos_token, eos_token = "<s>", "<eos>"
+    max_token_id = EOS
     chat_template: str | None = TEMPLATE
 
     def encode(
@@ -51,34 +58,81 @@ class ByteTokenizer:
                 text = text[1:]
         return ids
 
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        names = {} if skip_special_tokens else {v: k for k, v in self.special_tokens.items()}
+        data = [names[i].encode() if i in names else self.token_bytes(i) for i in ids]
+        return b"".join(data).decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.decode([token_id], skip_special_tokens=False) or None
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
 
 class ScriptedRenderer:
+    """The surface of `Renderer`. `calls` are the `ChatParams` seen."""
+
+    default_cmpl_tok_params = TokenizeParams(MAX_MODEL_LEN)
+    default_chat_tok_params = TokenizeParams(MAX_MODEL_LEN, add_special_tokens=False)
+
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[ChatParams] = []
 
-    async def render_completion(
-        self, prompt: str | list[int], add_special_tokens: bool = True
+    async def render_cmpl_async(
+        self,
+        prompts: list[dict[str, Any]],
+        tok_params: TokenizeParams | None = None,
+        *,
+        prompt_extras: dict[str, Any] | None = None,
+    ) -> list[RenderedPrompt]:
+        params = tok_params or self.default_cmpl_tok_params
+        return [self._tokenize(prompt, params, prompt_extras or {}) for prompt in prompts]
+
+    async def render_chat_async(
+        self,
+        conversations: list[list[dict[str, Any]]],
+        chat_params: ChatParams,
+        tok_params: TokenizeParams | None = None,
+        *,
+        prompt_extras: dict[str, Any] | None = None,
+    ) -> tuple[list[list[dict[str, Any]]], list[RenderedPrompt]]:
+        self.calls.append(chat_params)
+        params = tok_params or self.default_chat_tok_params
+        prompts = []
+        for messages in conversations:
+            rendered = render_chat(self._tokenizer, messages, chat_params)
+            prompts.append(
+                self._finish(rendered.token_ids, rendered.text, params, prompt_extras or {})
+            )
+        return conversations, prompts
+
+    def _tokenize(
+        self, prompt: dict[str, Any], params: TokenizeParams, extras: dict[str, Any]
     ) -> RenderedPrompt:
-        if not isinstance(prompt, str):
-            return RenderedPrompt(None, list(prompt))
-        ids = self._tokenizer.encode(prompt, add_special_tokens)
-        warnings = ("the start token is there twice",) if ids[:2] == [256, 256] else ()
-        return RenderedPrompt(prompt, ids, warnings)
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None:
+            ids = self._tokenizer.encode(text, params.add_special_tokens)
+        elif params.needs_detokenization:
+            text = self._tokenizer.decode(ids)
+        return self._finish(ids, text, params, extras)
 
-    async def render_chat(self, messages: Any, **options: Any) -> RenderedPrompt:
-        self.calls.append(options)
-        rendered = render_chat(self._tokenizer, messages, **options)
-        return RenderedPrompt(rendered.text, rendered.token_ids)
+    def _finish(
+        self, ids: list[int], text: str | None, params: TokenizeParams, extras: dict[str, Any]
+    ) -> RenderedPrompt:
+        keep = params.truncate_prompt_tokens
+        if keep is not None:
+            ids = ids[:keep] if params.truncation_side == "right" else ids[-keep:]
+        warnings = ("the start token is there twice",) if ids[:2] == [256, 256] else ()
+        return RenderedPrompt(text, list(ids), warnings, extras.get("cache_salt"))
 
 
 class ScriptedEngine:
     """Answers every prompt with the bytes of `script`, over and over, then EOS or the length limit.
 
     `hold`: nothing comes before it is set. `fail_after`: the request fails after that many tokens.
+    `options`: of the server over it.
     """
 
     def __init__(self, script: str = "Hello!", delay_s: float = 0.0) -> None:
@@ -103,10 +157,20 @@ class ScriptedEngine:
         self.start_failure: HeadraceError | None = None
         self.died = asyncio.Event()
         self.is_stopped = False
-        self._admission = Admission(
-            self.model_config,
-            Ready(16, 16, 4 * MAX_MODEL_LEN, "contract", {}, {}, 1, 1),
-        )
+        self.options = ServerOptions()
+        self.stat_loggers: dict[str, StatLoggerBase] = {}
+        self.scheduler_config = SchedulerConfig()
+        self.configure()
+
+    def configure(self, **fields: Any) -> None:
+        """Change the model's configuration."""
+        self.model_config = dataclasses.replace(self.model_config, **fields)
+        ready = Ready(16, 16, 4 * MAX_MODEL_LEN, "contract", {}, {}, 1, 1)
+        self._admission = Admission(self.model_config, ready, self.tokenizer)
+
+    @property
+    def config(self) -> EngineConfig:
+        return EngineConfig(self.model_config, scheduler_config=self.scheduler_config)
 
     async def start(self) -> None:
         if self.start_gate is not None:
@@ -136,7 +200,14 @@ class ScriptedEngine:
     async def generate(
         self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        request = self._admission.admit(prompt.token_ids, params, arrival_time=0.0)
+        request = self._admission.admit(
+            prompt.token_ids,
+            params,
+            arrival_time=0.0,
+            priority=options["priority"],
+            cache_salt=prompt.cache_salt,
+            ignores_unused_priority=True,
+        )
         params = request.sampling_params
         self.seen.append((params, {**options, "request_id": request_id}, prompt))
         self.num_requests += 1
@@ -144,21 +215,22 @@ class ScriptedEngine:
         try:
             if self.hold is not None:
                 await self.hold.wait()
-            choices = [self._choice(index, params) for index in range(params.n)]
+            choices = [self._choice(index, params) for index in range(params.num_returned)]
             if params.output_kind is RequestOutputKind.FINAL_ONLY:
                 await asyncio.sleep(self.delay_s * len(choices[0].token_ids))
                 if self.fail_after is not None:
                     raise self.failure
                 finished = True
-                yield self._output(request_id, prompt, choices, True)
+                yield self._output(request_id, prompt, choices, True, params)
                 return
             for position in range(len(choices[0].token_ids)):
                 if position == self.fail_after:
                     raise self.failure
                 await asyncio.sleep(self.delay_s)
                 finished = position == len(choices[0].token_ids) - 1
+                shown = params if position == 0 else None
                 yield self._output(
-                    request_id, prompt, [_delta(c, position) for c in choices], finished
+                    request_id, prompt, [_delta(c, position) for c in choices], finished, shown
                 )
         except HeadraceError:
             finished = True
@@ -168,10 +240,20 @@ class ScriptedEngine:
             self.num_aborted += not finished
 
     def _output(
-        self, request_id: str, prompt: RenderedPrompt, outputs: list[CompletionOutput], done: bool
+        self,
+        request_id: str,
+        prompt: RenderedPrompt,
+        outputs: list[CompletionOutput],
+        done: bool,
+        params: SamplingParams | None,
     ) -> RequestOutput:
+        """`params`: of the request, where this output has the scores of the prompt."""
+        ids = prompt.token_ids
+        scores: Any = None
+        if params is not None and params.prompt_logprobs is not None:
+            scores = [None, *(self._logprobs(token, params.prompt_logprobs) for token in ids[1:])]
         return RequestOutput(
-            request_id, prompt.text, prompt.token_ids, None, outputs, done, num_cached_tokens=2
+            request_id, prompt.text, ids, scores, outputs, done, num_cached_tokens=2
         )
 
     def _choice(self, index: int, params: SamplingParams) -> CompletionOutput:
@@ -183,7 +265,7 @@ class ScriptedEngine:
             ids = [*data, EOS][: params.max_tokens]
         ended = ids[-1:] == [EOS]
         logprobs = None
-        if params.logprobs is not None:
+        if params.logprobs is not None and params.returns_logprobs:
             logprobs = [self._logprobs(token, params.logprobs) for token in ids]
         text = bytes(token for token in ids if token < 256).decode()
         return CompletionOutput(
@@ -191,12 +273,17 @@ class ScriptedEngine:
         )
 
     def _logprobs(self, token: int, num: int) -> dict[int, Logprob]:
-        entries = {token: Logprob(self.last_logprob, 2, chr(token))}
-        rivals = [other for other in (65, 66, 67, 68) if other != token][:num]
-        for k, other in enumerate(rivals):
-            rank = k + 1 if k == 0 else k + 2
-            entries[other] = Logprob(-float(k) if k else float("-inf"), rank, chr(other))
+        """The token, always second, and the others among the likeliest `num`."""
+        entries = {token: Logprob(self.last_logprob, 2, self._text(token))}
+        rivals = [other for other in (65, 66, 67, 68) if other != token]
+        for rank, other in zip((1, 3, 4), rivals, strict=False):
+            if rank <= num:
+                value = float("-inf") if rank == 1 else -float(rank - 2)
+                entries[other] = Logprob(value, rank, self._text(other))
         return entries
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 def _delta(choice: CompletionOutput, position: int) -> CompletionOutput:
@@ -252,7 +339,8 @@ def with_client(
     keys: tuple[str, ...] = (),
 ) -> Any:
     async def go() -> Any:
-        app = create_app(ServerState(engine), keys)
+        options = dataclasses.replace(engine.options, api_keys=keys)
+        app = create_app(ServerState(engine, options))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await work(client)
@@ -263,18 +351,17 @@ def with_client(
 class LiveServer:
     """The application over a real uvicorn on a loopback port, in a thread of its own."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    def __init__(self, engine: ScriptedEngine, listener: socket.socket | None = None) -> None:
         self.engine = engine
-        self.state = ServerState(engine)
+        self.state = ServerState(engine, engine.options)
         app = create_app(self.state)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none")
+        self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=100)
+        if listener is None:
+            self.port = int(self._listener.getsockname()[1])
+        self._server = uvicorn.Server(make_uvicorn_config(app, engine.options))
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._listener],), daemon=True
         )
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-
-    @property
-    def port(self) -> int:
-        return int(self._server.servers[0].sockets[0].getsockname()[1])
 
     @property
     def url(self) -> str:
@@ -289,16 +376,17 @@ class LiveServer:
         self._server.should_exit = True
         self._server.force_exit = True
         self._thread.join(10)
+        self._listener.close()
 
 
-@pytest.fixture
-def live_server() -> Iterator[Callable[[ScriptedEngine], LiveServer]]:
-    """`live_server(engine)` serves until the end of the test."""
+@pytest.fixture(scope="module")
+def live_server() -> Iterator[Callable[..., LiveServer]]:
+    """`live_server(engine)` serves until the end of the module's tests."""
     with contextlib.ExitStack() as stack:
-        yield lambda engine: stack.enter_context(LiveServer(engine))
+        yield lambda engine, *listener: stack.enter_context(LiveServer(engine, *listener))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def scripted() -> type[ScriptedEngine]:
     return ScriptedEngine
 

@@ -54,21 +54,45 @@ SWEEP = [  # field, value as JSON, whether it is accepted
     ("logprobs", "0", True), ("logprobs", "20", True), ("logprobs", "21", False),
     ("logprobs", "1000000", False), ("logprobs", "-1", False), ("logprobs", "true", False),
     ("repetition_penalty", "0", False), ("repetition_penalty", "1", True),
-    ("repetition_penalty", "1.1", False), ("presence_penalty", "-3", False),
-    ("presence_penalty", "0", True), ("frequency_penalty", '"a"', False),
-    ("seed", "18446744073709551616", False), ("seed", "-1", True), ("seed", "1.0", False),
+    ("repetition_penalty", "1.1", True), ("presence_penalty", "-3", False),
+    ("presence_penalty", "-2", True), ("frequency_penalty", '"a"', False),
+    ("frequency_penalty", "2.01", False),
+    ("seed", "9223372036854775808", False), ("seed", "9223372036854775807", True),
+    ("seed", "-9223372036854775808", True), ("seed", "-1", True), ("seed", "1.0", False),
     ("stop", '""', False), ("stop", '["a", ""]', False), ("stop", '["a","b","c","d","e"]', False),
-    ("stop", '"a"', True), ("stop", "[1]", False),
-    ("echo", "false", True), ("echo", "0", False), ("echo", "true", False),
-    ("best_of", "1", True), ("best_of", "2", False), ("best_of", "0", False),
-    ("logit_bias", "{}", True), ("logit_bias", '{"3": 1}', False), ("suffix", '"a"', False),
-    ("bad_words", '[""]', False), ("bad_words", "[]", True), ("prompt_logprobs", "1", False),
+    ("stop", '"a"', True), ("stop", "[1]", False), ("stop", '["a","b","c","d"]', True),
+    ("echo", "false", True), ("echo", "0", False), ("echo", "true", True),
+    ("best_of", "1", True), ("best_of", "2", True), ("best_of", "0", False),
+    ("best_of", "100000", False), ("best_of", "true", False),
+    ("logit_bias", "{}", True), ("logit_bias", '{"3": 1}', True), ("suffix", '"a"', False),
+    ("logit_bias", '{"3": 1000}', True), ("logit_bias", '{"3": "a"}', False),
+    ("logit_bias", '{"3": true}', False), ("logit_bias", '{"3": NaN}', False),
+    ("logit_bias", '{"3": 1e400}', False), ("logit_bias", "[1]", False),
+    ("logit_bias", '{"3.0": 1}', False), ("logit_bias", f'{{"{"9" * 50}": 1}}', False),
+    ("allowed_token_ids", "[1, 1]", True), ("allowed_token_ids", "[true]", False),
+    ("allowed_token_ids", '"a"', False),
+    ("bad_words", '[""]', False), ("bad_words", '[" "]', False), ("bad_words", "[]", True),
+    ("bad_words", '["a"]', True), ("bad_words", '"a"', False), ("bad_words", "[1]", False),
+    ("prompt_logprobs", "1", True), ("prompt_logprobs", "0", True),
+    ("prompt_logprobs", "-1", False), ("prompt_logprobs", "21", False),
+    ("logprobs_mode", '"raw"', True), ("logprobs_mode", '"raw_logprobs"', True),
+    ("logprobs_mode", '"processed"', False), ("logprobs_mode", "1", False),
     ("response_format", '{"type": "text"}', True), ("structured_outputs", "{}", False),
     ("response_format", '{"type": "json_object"}', False), ("guided_regex", '"a"', False),
-    ("truncate_prompt_tokens", "-2", False), ("truncate_prompt_tokens", "5", False),
+    ("use_beam_search", "true", False), ("length_penalty", "1.0", True),
+    ("length_penalty", "0.5", False), ("logprob_token_ids", "[1]", False),
+    ("prompt_embeds", '"AAAA"', False), ("stream_interval", "2", False),
+    ("truncate_prompt_tokens", "-2", False), ("truncate_prompt_tokens", "5", True),
+    ("truncate_prompt_tokens", "0", False), ("truncate_prompt_tokens", "-1", True),
+    ("truncate_prompt_tokens", "64", False), ("truncate_prompt_tokens", "63", True),
+    ("truncation_side", '"right"', True), ("truncation_side", '"middle"', False),
     ("stream_options", '{"include_usage": true}', False), ("cache_salt", '"a/b"', False),
-    ("cache_salt", '""', False), ("priority", "9223372036854775808", False),
+    ("cache_salt", '""', False), ("cache_salt", f'"{"a" * 128}"', True),
+    ("cache_salt", f'"{"a" * 129}"', False), ("cache_salt", '"a\\u0000"', False),
+    ("cache_salt", '"a@b"', False), ("cache_salt", '"a\\\\b"', False),
+    ("priority", "9223372036854775808", False), ("priority", "-9223372036854775808", True),
     ("stream", '"yes"', False), ("skip_special_tokens", "1", False), ("model", "3", False),
+    ("spaces_between_special_tokens", "false", True), ("return_effective_params", "1", False),
 ]  # fmt: skip
 
 
@@ -87,6 +111,60 @@ def test_sweep(call, field, value, accepted):
         if not error["message"].startswith("the body is not valid JSON"):
             assert error["param"].removeprefix("body.").startswith(field)
             assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": ["a"] * 2, "n": 16384}, "n"),
+        ({"n": 16384, "best_of": 16384, "prompt": ["a", "b"]}, "n"),
+        ({"bad_words": ["a"] * 129}, "bad_words"),
+        ({"bad_words": ["a" * 1025]}, "bad_words"),
+        ({"stop": "a" * 4097}, "stop"),
+        ({"request_id": "a" * 257}, "request_id"),
+    ],
+)
+def test_combinations_and_limits(post, engine, fields, param):
+    error = post("completions", {"prompt": "a", **fields}).json()["error"]
+    assert error["param"] == param and error["code"] == 400 and param in error["message"]
+    assert not engine.seen
+
+
+def test_at_the_limits(post):
+    for fields in (
+        {"prompt": ["a"] * 1024, "max_tokens": 1}, {"bad_words": ["a"] * 128},
+        {"bad_words": ["a" * 1024]}, {"stop": "a" * 4096}, {"request_id": "a" * 256},
+        {"logit_bias": {str(k): 1 for k in range(V)}},
+    ):  # fmt: skip
+        assert post("completions", {"prompt": "a", **fields}).status_code == 200
+
+
+def test_scores_of_the_whole_vocabulary_need_the_operators_leave(post, engine):
+    """S20: and even then a request has a bound."""
+    body = {"prompt": "a", "max_tokens": 1}
+    for field in ("logprobs", "prompt_logprobs"):
+        assert post("completions", {**body, field: -1}).status_code == 400
+    engine.configure(max_logprobs=-1)
+    post("completions", {**body, "logprobs": -1, "prompt_logprobs": -1})
+    assert engine.seen[0][0].logprobs == engine.seen[0][0].prompt_logprobs == V
+    assert post("completions", {**body, "logprobs": -2}).status_code == 400
+    post("completions", {**body, "logprobs": 10**30})
+    assert engine.seen[1][0].logprobs == V
+    num_scores = 1000 * 60 * (V + 1)
+    answer = post("completions", {"prompt": "a", "n": 1000, "max_tokens": 60, "logprobs": -1})
+    assert answer.status_code == 400 and str(num_scores) in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "logprobs"
+
+
+def test_pinned_rank(post):
+    """There is one engine core: rank 0. What is no int is ignored."""
+    for value, status in (("0", 200), ("1", 400), ("-1", 400), ("one", 200), ("", 200)):
+        answer = post("completions", {"prompt": "a"}, headers={"X-data-parallel-rank": value})
+        assert answer.status_code == status
 
 
 def test_greedy_with_n_is_refused(post):
@@ -120,6 +198,16 @@ def test_not_a_json_object(call, content, media_type):
     assert answer.json()["error"]["type"] in ("Bad Request", "BadRequestError")
 
 
+@pytest.mark.parametrize(("depth", "status"), [(127, 200), (128, 400)])
+def test_depth_of_the_body(call, depth, status):
+    """The body itself is one level."""
+    content = b'{"prompt": "a", "user": ' + b"[" * depth + b"]" * depth + b"}"
+    headers = {"Content-Type": "application/json"}
+    answer = call("POST", "/v1/completions", content=content, headers=headers)
+    assert answer.status_code == status
+    assert status == 200 or "128 levels" in answer.json()["error"]["message"]
+
+
 def test_charset_is_allowed_and_compression_is_not(call):
     headers = {"Content-Type": "application/json; charset=utf-8"}
     content = b'{"prompt": "a"}'
@@ -150,6 +238,8 @@ JSON = st.recursive(
 )  # fmt: skip
 FIELDS = sorted(
     {name for name, _, _ in SWEEP}
+    | {"documents", "chat_template", "return_token_ids", "top_logprobs", "max_completion_tokens"}
+    | {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt"}
     | {"prompt", "messages", "user", "tools", "stop_token_ids", "request_id", "ignore_eos"}
 )
 

@@ -1,20 +1,10 @@
 """`POST /v1/chat/completions`: shapes, streams, rendering options."""
 
-import itertools
-import json
-
 import pytest
 
+from tests.frontend.http.streams import events_of, joined
+
 HI = [{"role": "user", "content": "hi"}]
-
-
-def joined(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def events_of(response):
-    data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
 def test_whole_response(post):
@@ -40,7 +30,7 @@ def test_whole_response(post):
         "service_tier": None,
         "usage": {
             "prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + 2,
-            "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens": 2, "prompt_tokens_details": None,
             "completion_tokens_details": None,
         },
         "prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None,
@@ -118,7 +108,7 @@ def test_rendering_options(post, engine):
     }  # fmt: skip
     answer = post("chat/completions", body).json()
     assert answer["prompt_text"] == "<|user|>hi<eos><|assistant|>Well"
-    assert engine.renderer.calls[0]["chat_template_kwargs"] == {
+    assert engine.renderer.calls[0].chat_template_kwargs == {
         "not_used": 1, "reasoning_effort": "none", "enable_thinking": False,
     }  # fmt: skip
 
@@ -142,7 +132,10 @@ def test_rendering_options(post, engine):
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
         ({"add_special_tokens": True}, "start token"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"documents": [{"title": 3}]}, "documents"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
     ],
 )
 def test_refused(post, fields, word):

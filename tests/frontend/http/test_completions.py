@@ -1,23 +1,11 @@
 """`POST /v1/completions`: shapes, streams, usage, labels."""
 
 import asyncio
-import itertools
-import json
-from typing import Any
 
 import pytest
 
-
-def joined(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def events_of(response: Any) -> list[Any]:
-    """The events of a stream, the last being "[DONE]"."""
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    data = [line.removeprefix("data: ") for line in lines]
-    return [item if item == "[DONE]" else json.loads(item) for item in data]
+from headrace.frontend.http.listener import ServerOptions
+from tests.frontend.http.streams import chunks_of, events_of, joined, parts_of
 
 
 def test_whole_response(post):
@@ -40,7 +28,7 @@ def test_whole_response(post):
         "service_tier": None,
         "usage": {
             "prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3,
-            "prompt_tokens_details": {"cached_tokens": 2}, "completion_tokens_details": None,
+            "prompt_tokens_details": None, "completion_tokens_details": None,
         },
         "kv_transfer_params": None,
         "ec_transfer_params": None,
@@ -92,7 +80,7 @@ def test_prompt_of_ids_may_use_every_logit(post, engine):
 
 
 def test_logprobs(post, engine):
-    body = {"prompt": "a", "max_tokens": 2, "logprobs": 2}
+    body = {"prompt": "a", "max_tokens": 2, "logprobs": 3}
     logprobs = post("completions", body).json()["choices"][0]["logprobs"]
     assert logprobs == {
         "text_offset": [0, 1],
@@ -119,7 +107,7 @@ def test_stream_equals_whole(post, n):
     assert {event["id"] for event in events} == {events[0]["id"]}
     for choice in whole["choices"]:
         index = choice["index"]
-        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+        parts = parts_of(events, index)
         assert "".join(part["text"] for part in parts) == choice["text"] == "Hello!"
         assert joined(part["token_ids"] for part in parts) == choice["token_ids"]
         assert parts[0]["prompt_token_ids"] == choice["prompt_token_ids"]
@@ -144,6 +132,22 @@ def test_stream_usage(post):
     body["stream_options"]["continuous_usage_stats"] = True
     *chunks, usage, done = events_of(post("completions", body))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+    assert usage["usage"]["completion_tokens"] == 3
+
+
+def test_operator_can_force_usage_and_show_cached_tokens(post, engine):
+    engine.options = ServerOptions(
+        enable_force_include_usage=True, enable_prompt_tokens_details=True
+    )
+    *chunks, usage = chunks_of(
+        post("completions", {"prompt": "a", "max_tokens": 2, "stream": True})
+    )
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2]
+    whole = post("completions", {"prompt": "a", "max_tokens": 2}).json()
+    assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+    assert whole["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 2, "created_cache_tokens": None, "multimodal_tokens": None,
+    }  # fmt: skip
 
 
 def test_ids_are_ours_and_labels_are_echoed(concurrently, engine):
@@ -177,8 +181,15 @@ def test_label_of_the_body_and_no_label(post):
 
 def test_engine_gets_priority_and_salt(post, engine):
     post("completions", {"prompt": "a", "priority": -3, "cache_salt": "s", "user": "u"})
-    options = engine.seen[0][1]
-    assert (options["priority"], options["cache_salt"]) == (-3, "s")
+    _, options, prompt = engine.seen[0]
+    assert (options["priority"], prompt.cache_salt) == (-3, "s")
+    for header in ("X-Headrace-Priority", "X-Vllm-Priority"):
+        post("completions", {"prompt": "a", "priority": 2}, headers={header: "-7"})
+        assert engine.seen[-1][1]["priority"] == -7
+    for value in ("high", "", "1.5", "9" * 30):
+        body = {"prompt": "a", "priority": 2}
+        post("completions", body, headers={"X-Headrace-Priority": value})
+        assert engine.seen[-1][1]["priority"] == 2
 
 
 def test_unknown_fields_are_named_and_counted(concurrently):
@@ -192,6 +203,20 @@ def test_unknown_fields_are_named_and_counted(concurrently):
     assert answer.status_code == 200
     assert answer.headers["x-headrace-unknown-fields"] == "temprature, x%0D%0Ay"
     assert 'unknown_request_fields_total{engine="0",model_name="tiny"} 2.0' in metrics
+
+
+def test_strict_refuses_unknown_fields(post, engine):
+    """Case A15, the other half."""
+    engine.options = ServerOptions(strict=True)
+    error = post("completions", {"prompt": "a", "temprature": 0.3}).json()["error"]
+    assert error["param"] == "temprature" and error["code"] == 400
+    assert '"temprature"' in error["message"]
+    assert "did you mean temperature?" in error["message"]
+    error = post("completions", {"prompt": "a", "guided_regx": "a"}).json()["error"]
+    assert "did you mean guided_regex?" in error["message"]
+    error = post("completions", {"prompt": "a", "zzzzzzzz": 1}).json()["error"]
+    assert "zzzzzzzz" in error["message"] and "did you mean" not in error["message"]
+    assert post("completions", {"prompt": "a", "user": "u"}).status_code == 200
 
 
 def test_doubled_start_token_is_a_warning(post):

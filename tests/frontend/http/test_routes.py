@@ -3,8 +3,8 @@
 import asyncio
 import json
 
+import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.configs.errors import (
     EngineDeadError,
@@ -12,7 +12,8 @@ from headrace.configs.errors import (
     RequestFailedError,
 )
 from headrace.frontend.http.app import create_app
-from headrace.frontend.http.auth import PUBLIC_PATHS, ApiKeys
+from headrace.frontend.http.auth import PUBLIC_PATHS, ApiKeys, route_path
+from headrace.frontend.http.listener import CrossOrigin, ServerOptions
 from headrace.frontend.http.server_state import ServerState
 
 
@@ -82,6 +83,7 @@ def test_no_control_routes(engine):
     paths = {route.path for route in create_app(ServerState(engine)).routes}
     assert paths == PUBLIC_PATHS | {
         "/v1/models", "/v1/models/{model:path}", "/v1/completions", "/v1/chat/completions",
+        "/tokenize", "/detokenize", "/load",
     }  # fmt: skip
 
 
@@ -96,48 +98,143 @@ def test_models(call):
     assert missing.status_code == 404 and missing.json()["error"]["param"] == "model"
 
 
-def test_framework_errors(call):
-    assert call("GET", "/nowhere").json() == {"detail": "Not Found"}
-    assert call("GET", "/v1/completions").status_code == 405
+def test_wrong_paths_and_methods(call):
+    """The framework's body, with the envelope beside it."""
+    missing = call("GET", "/nowhere")
+    assert missing.status_code == 404
+    assert missing.json() == {
+        "detail": "Not Found",
+        "error": {"message": "Not Found", "type": "NotFoundError", "param": None, "code": 404},
+    }
+    wrong = call("GET", "/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert wrong.json()["detail"] == "Method Not Allowed"
     assert call("HEAD", "/health").status_code in (200, 405)
 
 
-def test_metrics(concurrently, engine):
+def test_trailing_slashes_are_redirected(call):
+    headers = {"Host": "evil.example"}
+    for method, path, target in (
+        ("GET", "/v1/models/", "/v1/models"),
+        ("POST", "/v1/completions/?a=b&c", "/v1/completions?a=b&c"),
+        ("GET", "/health//", "/health"),
+    ):
+        answer = call(method, path, headers=headers)
+        assert (answer.status_code, answer.headers["location"]) == (307, target)
+    for path in ("/", "//", "//evil.example/", "/nowhere/", "/v1/completions/x/"):
+        answer = call("GET", path, headers=headers)
+        assert answer.status_code == 404 and "location" not in answer.headers
+
+
+def test_ping_is_health(call, engine):
+    for method in ("GET", "POST"):
+        assert call(method, "/ping").status_code == 200
+    engine.state = "dead"
+    assert call("GET", "/ping").status_code == 503
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_load(concurrently, engine, is_tracked):
+    engine.options = ServerOptions(enable_server_load_tracking=is_tracked)
+    engine.hold = None
+
     async def work(client):
-        await client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 3, "n": 2})
-        body = {"prompt": ["a", "b"], "stream": True}
-        await client.post("/v1/completions", json=body)
-        await client.post("/v1/completions", json={"prompt": [999]})
-        return await client.get("/metrics")
+        engine.hold = asyncio.Event()
+        running = [
+            asyncio.create_task(
+                client.post("/v1/completions", json={"prompt": "a", "stream": stream})
+            )
+            for stream in (False, True)
+        ]
+        while engine.num_requests < 2:
+            await asyncio.sleep(0.01)
+        during = await client.get("/load")
+        engine.hold.set()
+        await asyncio.gather(*running)
+        return during.json(), (await client.get("/load")).json()
 
-    answer = concurrently(work)
-    assert answer.headers["content-type"].startswith("text/plain")
-    samples = {
-        (sample.name, sample.labels.get("finished_reason")): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
-    prefix = "headrace:"
-    assert samples[prefix + "prompt_tokens_total", None] == 3 + 2 + 2
-    assert samples[prefix + "generation_tokens_total", None] == 6 + 7 + 7
-    assert samples[prefix + "request_success_total", "length"] == 2
-    assert samples[prefix + "request_success_total", "stop"] == 2
-    assert samples[prefix + "request_success_total", "abort"] == 0
-    assert samples[prefix + "kv_cache_usage_perc", None] == 0.25
-    assert samples[prefix + "num_free_blocks", None] == 12
-    assert samples[prefix + "engine_steps_total", None] == 7
-    for name in ("num_requests_running", "num_requests_waiting", "num_engine_requests"):
-        assert samples[prefix + name, None] == 0
+    during, after = concurrently(work)
+    assert during == {"server_load": 2 * is_tracked} and after == {"server_load": 0}
 
 
-def test_a_fault_in_the_metrics_breaks_nothing(post, engine, monkeypatch):
-    from prometheus_client import Counter
+@pytest.mark.parametrize("given", ["job-7", None, "x" * 300, "a\tb"])
+def test_request_ids_are_on_every_answer(call, post, engine, given):
+    headers = {} if given is None else {"X-Request-Id": given}
+    kept = given == "job-7"
+    engine.fail_after = None
+    body = {"prompt": "a", "max_tokens": 1}
+    answers = [
+        call("GET", "/health", headers=headers),
+        call("GET", "/metrics", headers=headers),
+        call("GET", "/nowhere", headers=headers),
+        call("GET", "/v1/completions", headers=headers),
+        call("GET", "/v1/models", headers=headers),
+        call("GET", "/v1/models", headers=headers, keys=("k",)),
+        post("completions", body, headers=headers),
+        post("completions", {**body, "stream": True}, headers=headers),
+        post("completions", {"prompt": 1}, headers=headers),
+        call("POST", "/tokenize", json={"prompt": "a"}, headers=headers),
+    ]
+    engine.state = "starting"
+    answers.append(post("completions", body, headers=headers))
+    seen = [answer.headers["x-request-id"] for answer in answers]
+    assert all((label == given) == kept and label.isprintable() for label in seen), seen
+    assert all(answer.headers.get_list("x-request-id") == [label]
+               for answer, label in zip(answers, seen, strict=True))  # fmt: skip
+    if not kept:
+        assert len(set(seen)) == len(seen)
+    assert answers[6].json()["id"].startswith("cmpl-") and answers[6].json()["id"] != given
 
-    def fail(*args):
-        raise RuntimeError("planted")
 
-    monkeypatch.setattr(Counter, "labels", fail)
-    assert post("completions", {"prompt": "a"}).status_code == 200
+def test_cross_origin_requests(call, engine):
+    preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    assert call("OPTIONS", "/v1/completions", headers=preflight).status_code == 400
+    plain = call("GET", "/v1/models", headers={"Origin": "https://a.example"})
+    assert plain.status_code == 200 and "access-control-allow-origin" not in plain.headers
+    origins = ("https://a.example",)
+    engine.options = ServerOptions(cross_origin=CrossOrigin(origins, credentials=True))
+    allowed = call("OPTIONS", "/v1/completions", headers=preflight, keys=("k",))
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    refused = call("GET", "/v1/models", headers={"Origin": "https://a.example"}, keys=("k",))
+    assert refused.status_code == 401  # the page may read that, but still needs a key
+    other = call("OPTIONS", "/v1/completions", headers={**preflight, "Origin": "https://b.example"})
+    assert other.status_code == 400
+
+
+def test_prefix_of_a_proxy(engine):
+    """The server's path is the one behind the prefix, also where keys are checked."""
+    scope = {"path": "/llm/health", "root_path": "/llm"}
+    assert route_path(scope) == "/health"
+    assert route_path({"path": "/llmhealth", "root_path": "/llm"}) == "/llmhealth"
+    assert route_path({"path": "/health", "root_path": ""}) == "/health"
+
+    async def ask(path):
+        app = create_app(ServerState(engine, ServerOptions(api_keys=("k",))))
+        transport = httpx.ASGITransport(app, root_path="/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return (await client.get(path)).status_code
+
+    assert asyncio.run(ask("/llm/health")) == 200
+    assert asyncio.run(ask("/llm/v1/models")) == 401
+
+
+def test_request_log(post, engine, caplog):
+    """S24, A12: ids at INFO, prompts at DEBUG, nothing without the flag."""
+    logger = "headrace.frontend.http.request_log"
+    body, headers = {"prompt": "secret words", "max_tokens": 1}, {"X-Request-Id": "job-7"}
+    with caplog.at_level("DEBUG", logger=logger):
+        post("completions", body, headers=headers)
+    assert not [record for record in caplog.records if record.name == logger]
+    engine.options = ServerOptions(enable_log_requests=True, max_log_len=6)
+    with caplog.at_level("INFO", logger=logger):
+        ids = [post("completions", body, headers=headers).json()["id"] for _ in range(2)]
+    assert ids[0] != ids[1] and all(request_id in caplog.text for request_id in ids)
+    assert caplog.text.count("job-7") == 2 and "secret" not in caplog.text
+    caplog.clear()
+    with caplog.at_level("DEBUG", logger=logger):
+        post("completions", body, headers=headers)
+    assert "'secret'" in caplog.text and "words" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -172,7 +269,7 @@ def test_late_faults_are_one_event(post, engine):
 
 
 def test_surprises_stay_inside(post, engine, caplog):
-    engine.renderer.render_completion = None
+    engine.renderer.render_cmpl_async = None
     answer = post("completions", {"prompt": "secret words"})
     assert answer.status_code == 500 and "NoneType" not in answer.text
     assert "secret words" not in caplog.text and "failed" in caplog.text
@@ -180,7 +277,6 @@ def test_surprises_stay_inside(post, engine, caplog):
 
 def test_shutdown_ends_running_requests(engine):
     """A stream gets an error event and [DONE]; a request without a token yet gets a 503."""
-    import httpx
 
     async def go():
         state = ServerState(engine)

@@ -1,0 +1,277 @@
+"""Engine metrics for Prometheus, under `headrace:`, from the statistics of every step.
+
+The numbers are kept as plain Python values and turned into families when they are read, so that a
+step of hundreds of requests costs microseconds. Series exist, at zero, from the start. Names and
+buckets are those of the public API; times are in seconds.
+"""
+
+import bisect
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from headrace.configs.config import EngineConfig
+from headrace.engine_core.messages import EngineStats
+from headrace.frontend.stats import FinishedRequest, StatLoggerBase, Stats
+
+PREFIX = "headrace:"
+LABELS = ("model_name", "engine")
+ENGINE_RANK = "0"
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+LATENCY_BUCKETS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+INTER_TOKEN_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BUCKETS = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+
+GAUGES = {  # name -> (field of EngineStats, help)
+    "num_requests_running": ("num_running", "sequences in the running batch"),
+    "num_requests_waiting": ("num_waiting", "sequences waiting to run"),
+    "num_free_blocks": ("num_free_blocks", "KV-cache blocks that can be handed out"),
+    "num_blocks": ("num_blocks", "KV-cache blocks"),
+    "num_engine_requests": ("num_requests", "entries in the engine core's request table"),
+}
+ENGINE_COUNTERS = {  # name -> (field of EngineStats, help)
+    "engine_steps": ("step", "steps of the engine core"),
+    "num_preemptions": ("num_preemptions", "preemptions"),
+    "prefix_cache_queries": ("prefix_cache_queries", "prompt tokens looked up in the cache"),
+    "prefix_cache_hits": ("prefix_cache_hits", "prompt tokens found in the cache"),
+    "computed_prompt_tokens": ("num_computed_prompt_tokens", "prompt tokens computed"),
+    "accounting_errors": ("accounting_errors", "block accounting mismatches, healed"),
+    "corrupted_requests": ("num_corrupted", "sequences that failed by non-finite logits"),
+}
+
+
+class BucketCounts:
+    """A histogram as plain numbers. `bounds` are upper bounds, increasing, without infinity."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, values: Iterable[float]) -> None:
+        """Count `values`; a NaN is dropped, a negative time (a clock was set back) counts as 0."""
+        for value in values:
+            if math.isnan(value):
+                continue
+            value = max(value, 0.0)
+            self.counts[bisect.bisect_left(self.bounds, value)] += 1
+            self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), the last one for +Inf."""
+        names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        totals = (float(total) for total in itertools.accumulate(self.counts))
+        return list(zip(names, totals, strict=True))
+
+
+class RequestHistograms:
+    """What is known of a request when it has ended, and of steps."""
+
+    def __init__(self, max_model_len: int) -> None:
+        tokens = token_buckets(max_model_len)
+        self.by_name = {
+            name: (help, BucketCounts(bounds))
+            for name, help, bounds in (
+                ("request_prompt_tokens", "prompt tokens", tokens),
+                ("request_generation_tokens", "generated tokens", tokens),
+                ("request_max_num_generation_tokens", "tokens of the longest sequence", tokens),
+                ("request_params_max_tokens", "max_tokens in effect", tokens),
+                ("request_params_n", "sequences per request", N_BUCKETS),
+                ("request_prefill_kv_computed_tokens", "prompt tokens not cached", tokens),
+                ("iteration_tokens_total", "tokens of an engine step", STEP_BUCKETS),
+                ("time_to_first_token_seconds", "arrival to first token", FIRST_TOKEN_BUCKETS),
+                ("inter_token_latency_seconds", "between outputs", INTER_TOKEN_BUCKETS),
+                (
+                    "request_time_per_output_token_seconds",
+                    "decode time per token after the first",
+                    INTER_TOKEN_BUCKETS,
+                ),
+                ("e2e_request_latency_seconds", "arrival to finish", LATENCY_BUCKETS),
+                ("request_queue_time_seconds", "arrival to first scheduled", LATENCY_BUCKETS),
+                ("request_prefill_time_seconds", "first scheduled to first token", LATENCY_BUCKETS),
+                ("request_decode_time_seconds", "first to last token", LATENCY_BUCKETS),
+                (
+                    "request_inference_time_seconds",
+                    "first scheduled to last token",
+                    LATENCY_BUCKETS,
+                ),
+                ("request_num_preemptions", "preemptions of a request", PREEMPTION_BUCKETS),
+            )
+        }
+
+    def observe(self, name: str, *values: float | None) -> None:
+        self.by_name[name][1].observe(value for value in values if value is not None)
+
+    def add_step(self, stats: Stats) -> None:
+        if stats.num_tokens_iter > 0:
+            self.observe("iteration_tokens_total", stats.num_tokens_iter)
+        self.observe("time_to_first_token_seconds", *stats.iteration.time_to_first_tokens)
+        self.observe("inter_token_latency_seconds", *stats.iteration.inter_token_latencies)
+
+    def add_finished(self, request: FinishedRequest) -> None:
+        """One request that has ended, for whatever reason."""
+        generated = sum(request.num_generation_tokens)
+        self.observe("request_prompt_tokens", request.num_prompt_tokens)
+        self.observe("request_generation_tokens", generated)
+        longest = max(request.num_generation_tokens, default=0)
+        self.observe("request_max_num_generation_tokens", longest)
+        self.observe("request_params_max_tokens", request.max_tokens)
+        self.observe("request_params_n", request.n)
+        self.observe("request_num_preemptions", request.num_preemptions)
+        self.observe("e2e_request_latency_seconds", request.finished_time - request.arrival_time)
+        scheduled, first = request.first_scheduled_time, request.first_token_time
+        if scheduled is None or first is None:
+            return
+        computed = request.num_prompt_tokens - request.num_cached_tokens
+        self.observe("request_prefill_kv_computed_tokens", computed)
+        self.observe("request_queue_time_seconds", scheduled - request.arrival_time)
+        self.observe("request_prefill_time_seconds", first - scheduled)
+        self.observe("request_decode_time_seconds", request.last_token_time - first)
+        self.observe("request_inference_time_seconds", request.last_token_time - scheduled)
+        if longest > 1:
+            per_token = (request.last_token_time - first) / (longest - 1)
+            self.observe("request_time_per_output_token_seconds", per_token)
+
+
+class PrometheusStatLogger(StatLoggerBase):
+    """Keeps the engine's metrics and registers them; `registry` holds nothing of other engines."""
+
+    def __init__(self, config: EngineConfig, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._config = config
+        self._labels = (config.model_config.served_model_name, ENGINE_RANK)
+        self._created = time.time()
+        self._engine = EngineStats()
+        self._engine_totals = dict.fromkeys(ENGINE_COUNTERS, 0)
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_generation_tokens = 0
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._histograms = RequestHistograms(config.model_config.max_model_len)
+        self.registry.register(_Families(self))
+
+    def log(self, stats: Stats) -> None:
+        """Take one record; requests and tokens in it count once, here and nowhere else."""
+        self._add_engine(stats.engine)
+        iteration = stats.iteration
+        self._num_prompt_tokens += iteration.num_prompt_tokens
+        self._num_cached_tokens += iteration.num_cached_tokens
+        self._num_generation_tokens += iteration.num_generation_tokens
+        self._histograms.add_step(stats)
+        for request in iteration.finished:
+            for reason in request.finish_reasons:
+                self._finished[reason] = self._finished.get(reason, 0) + 1
+            self._histograms.add_finished(request)
+
+    def _add_engine(self, engine: EngineStats) -> None:
+        """Counters of the core only grow here: a restarted core counts from zero."""
+        for name, (field, _) in ENGINE_COUNTERS.items():
+            new, old = getattr(engine, field), getattr(self._engine, field)
+            self._engine_totals[name] += new - old if new >= old else new
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, with every series there can be."""
+        yield from self._gauges()
+        yield from self._counters()
+        for name, (help, histogram) in self._histograms.by_name.items():
+            family = HistogramMetricFamily(PREFIX + name, help, labels=LABELS)
+            family.add_metric(self._labels, histogram.cumulative(), histogram.sum)
+            yield family
+
+    def _gauges(self) -> Iterator[Metric]:
+        for name, (field, help) in GAUGES.items():
+            yield self._gauge(name, help, getattr(self._engine, field))
+        total = self._engine.num_blocks
+        usage = 1.0 - self._engine.num_free_blocks / total if total else 0.0
+        yield self._gauge("kv_cache_usage_perc", "share of KV-cache blocks in use, 0 to 1", usage)
+        waiting = GaugeMetricFamily(
+            PREFIX + "num_requests_waiting_by_reason",
+            "sequences waiting to run, by what they wait for",
+            labels=(*LABELS, "reason"),
+        )
+        waiting.add_metric((*self._labels, "capacity"), self._engine.num_waiting)
+        waiting.add_metric((*self._labels, "deferred"), 0)
+        yield waiting
+        yield self._cache_config_info()
+
+    def _cache_config_info(self) -> Metric:
+        """A constant 1 whose labels are the settings of the KV cache."""
+        settings = dataclasses.asdict(self._config.cache_config)
+        settings["num_gpu_blocks"] = self._engine.num_blocks
+        settings["kv_cache_size_tokens"] = self._engine.num_blocks * settings["block_size"]
+        labels = {name: str(value) for name, value in settings.items()}
+        family = GaugeMetricFamily(
+            PREFIX + "cache_config_info", "settings of the KV cache", labels=("engine", *labels)
+        )
+        family.add_metric((ENGINE_RANK, *labels.values()), 1)
+        return family
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, (_, help) in ENGINE_COUNTERS.items():
+            yield self._counter(name, help, {(): self._engine_totals[name]})
+        prompt, cached = self._num_prompt_tokens, self._num_cached_tokens
+        yield self._counter("prompt_tokens", "prompt tokens that were prefilled", {(): prompt})
+        yield self._counter("prompt_tokens_cached", "prompt tokens from a cache", {(): cached})
+        by_source: dict[tuple[str, ...], int] = {
+            ("local_compute",): prompt - cached,
+            ("local_cache_hit",): cached,
+            ("external_kv_transfer",): 0,
+        }
+        yield self._counter(
+            "prompt_tokens_by_source", "prompt tokens, by where they came from", by_source, "source"
+        )
+        generated: dict[tuple[str, ...], int] = {(): self._num_generation_tokens}
+        yield self._counter("generation_tokens", "generated tokens", generated)
+        finished: dict[tuple[str, ...], int] = {
+            (reason,): count for reason, count in self._finished.items()
+        }
+        help = "sequences that ended, by reason"
+        yield self._counter("request_success", help, finished, "finished_reason")
+
+    def _counter(
+        self, name: str, help: str, values: Mapping[tuple[str, ...], int], *labels: str
+    ) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help, labels=(*LABELS, *labels))
+        for extra, value in values.items():
+            family.add_metric((*self._labels, *extra), value, created=self._created)
+        return family
+
+
+class _Families(Collector):
+    """What a registry asks; a class of its own, since a stat logger is no collector."""
+
+    def __init__(self, logger: PrometheusStatLogger) -> None:
+        self._logger = logger
+
+    def collect(self) -> Iterable[Metric]:
+        return self._logger.collect()
+
+
+def token_buckets(max_value: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_value`."""
+    series = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    return list(itertools.takewhile(lambda bound: bound <= max_value, series))
