@@ -15,7 +15,9 @@ from typing import Any, Protocol
 from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs
 from headrace.configs.errors import ConfigurationError, RequestFailedError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.cli.serve import add_model_argument, engine_args_of, log_to_stderr
+from headrace.frontend.render_params import ChatParams
 from headrace.frontend.sampling_defaults import applied_defaults, default_max_tokens
 
 CONNECT_TIMEOUT_S = 30.0
@@ -28,6 +30,14 @@ class AnswerOptions:
 
     max_tokens: int | None = None
     temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """What was given, by the names that requests and `SamplingParams` share."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class TextSource(Protocol):
@@ -50,9 +60,14 @@ def add_source_options(
         default=default_max_tokens,
         help=f"length limit of an answer (default: {shown})",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=None, help="0 always takes the likeliest token"
-    )
+    for flag, kind, what in (
+        ("--temperature", float, "0 always takes the likeliest token"),
+        ("--top-p", float, "choose among the likeliest tokens that have this probability together"),
+        ("--top-k", int, "choose among this many of the likeliest tokens"),
+        ("--min-p", float, "leave out tokens less likely than this share of the likeliest"),
+        ("--seed", int, "the same seed gives the same answers"),
+    ):
+        parser.add_argument(flag, type=kind, default=None, help=what)
     parser.add_argument("--stats", action="store_true", help="print the speed of each answer")
     add_model_argument(parser)
     client = parser.add_argument_group("server")
@@ -78,10 +93,11 @@ def open_source(args: argparse.Namespace) -> Iterator[TextSource]:
 
 def answer_options(args: argparse.Namespace) -> AnswerOptions:
     """The options of a command line that has `add_source_options`; checked before a model loads."""
-    options = AnswerOptions(args.max_tokens, args.temperature)
-    given = {name: value for name, value in asdict(options).items() if value is not None}
+    options = AnswerOptions(
+        args.max_tokens, args.temperature, args.top_p, args.top_k, args.min_p, args.seed
+    )
     try:
-        SamplingParams(**given)
+        SamplingParams(**options.given())
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     return options
@@ -117,8 +133,7 @@ class RemoteModel:
         self, path: str, body: dict[str, Any], options: AnswerOptions
     ) -> Iterator[dict[str, Any]]:
         """The choices in the events of a stream."""
-        given = {name: value for name, value in asdict(options).items() if value is not None}
-        body = {"model": self._model_name, "stream": True, **body, **given}
+        body = {"model": self._model_name, "stream": True, **body, **options.given()}
         with self._open("POST", path, json.dumps(body).encode()) as response:
             for line in response:
                 data = line.strip().removeprefix(b"data: ")
@@ -182,29 +197,23 @@ class LocalModel:
             self._runner.close()
 
     def chat(self, messages: list[Message], options: AnswerOptions) -> Generator[str, None, None]:
-        return self._pieces(lambda: self._engine.renderer.render_chat(messages), options)
+        async def render() -> RenderedPrompt:
+            _, prompts = await self._engine.renderer.render_chat_async([messages], ChatParams())
+            return prompts[0]
+
+        return self._pieces(render, options)
 
     def complete(self, prompt: str, options: AnswerOptions) -> Generator[str, None, None]:
-        return self._pieces(lambda: self._engine.renderer.render_completion(prompt), options)
+        async def render() -> RenderedPrompt:
+            prompts = await self._engine.renderer.render_cmpl_async([prompt])
+            return prompts[0]
+
+        return self._pieces(render, options)
 
     def _pieces(
-        self, render: Callable[[], Coroutine[Any, Any, Any]], options: AnswerOptions
+        self, render: Callable[[], Coroutine[Any, Any, RenderedPrompt]], options: AnswerOptions
     ) -> Generator[str, None, None]:
-        defaults = self._engine.model_config.default_sampling_params
-        sampling = applied_defaults(defaults)
-        max_tokens = options.max_tokens
-        if max_tokens is None:
-            max_tokens = default_max_tokens(defaults)
-        if options.temperature is not None:
-            sampling["temperature"] = options.temperature
-        try:
-            params = SamplingParams(
-                **sampling,
-                max_tokens=max_tokens,
-                output_kind=RequestOutputKind.DELTA,
-            )
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
+        params = self._params(options)
         prompt = self._runner.run(render())
         outputs = self._engine.generate(prompt, params, "cli")
         try:
@@ -212,6 +221,19 @@ class LocalModel:
                 yield "".join(choice.text for choice in output.outputs)
         finally:
             self._runner.run(outputs.aclose())
+
+    def _params(self, options: AnswerOptions) -> SamplingParams:
+        """The options over the model's defaults; without a length limit, what fits."""
+        defaults = self._engine.model_config.default_sampling_params
+        fields = {
+            **applied_defaults(defaults),
+            "max_tokens": default_max_tokens(defaults),
+            **options.given(),
+        }
+        try:
+            return SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
 
 
 async def _next(outputs: AsyncIterator[Any]) -> Any:
