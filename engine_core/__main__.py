@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 PROCESS_ENTRY = time.time()  # before the imports below, which take most of a second
 PARENT_POLL_S = 0.5
@@ -44,8 +43,11 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     watch = (args.parent_pipe, args.parent_pid, args.socket.parent)
     threading.Thread(target=_watch_parent, args=watch, name="parent-watch", daemon=True).start()
+    # A graceful end is asked for by a message. A signal ends the process at once: a handler in
+    # Python would wait for the native code of the step in progress. Nothing here outlives the
+    # process: the front end sees it end, and tells every request.
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _exit_at_once)
+        signal.signal(signum, signal.SIG_DFL)
     logging.basicConfig(
         level=args.log_level, format="%(levelname)s engine core: %(message)s", stream=sys.stderr
     )
@@ -65,14 +67,6 @@ def main(argv: list[str]) -> int:
     finally:
         sockets.close()
     return 0
-
-
-def _exit_at_once(signum: int, frame: FrameType | None) -> None:
-    """A graceful end is asked for by a message; a signal must not wait for the step in progress.
-
-    Nothing here outlives the process: the front end sees it end, and tells every request.
-    """
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,22 @@ the core named.
 """
 
 import asyncio
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import EngineDeadError, error_from_code
 from headrace.engine_core.messages import (
     AbortRequest,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDied,
@@ -31,11 +33,15 @@ from headrace.engine_core.messages import (
     ToCore,
     UtilityCall,
     UtilityResult,
+    WorkerCall,
 )
+from headrace.engine_core.remote_calls import Method, decode_results, encode_call
 from headrace.engine_core.supervisor import EngineCoreProcess
 from headrace.engine_core.wire import Codec
 
 Progress = Callable[[str], None]
+_MAX_MESSAGES_AT_ONCE = 100  # before other tasks of the event loop get their turn
+_LAST_WORDS_MS = 50  # for what a dead engine core had sent and is still on its way
 
 
 class InprocClient:
@@ -44,8 +50,8 @@ class InprocClient:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         from headrace.engine_core.core import EngineCore
 
-        self._core = EngineCore(config, os.getpid(), progress)
-        self._outputs: list[Any] = []
+        self._core = EngineCore(config, os.getpid(), progress, allows_callables=True)
+        self._outputs: list[EngineCoreOutput] = []
         self.ready: Ready = self._core.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -59,129 +65,255 @@ class InprocClient:
         outputs, self._outputs = self._outputs, []
         if self._core.has_work():
             outputs = outputs + self._core.step()
-        return EngineCoreOutputs(outputs, self._core.stats())
+        return EngineCoreOutputs(outputs, self._core.stats(), time.time())
 
-    def call(self, method: str) -> Any:
+    def call(self, method: str, timeout: float | None = None) -> Any:
+        """Run a utility of the engine core; `timeout` does not interrupt it."""
         return _result_value(self._core.call(UtilityCall(0, method)))
+
+    def call_workers(
+        self,
+        method: Method,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Run `method` on the worker; `timeout` does not interrupt it."""
+        return _worker_values(self._core.call_workers(encode_call(0, method, args, kwargs)))
+
+    def check_alive(self) -> None:
+        """Nothing to check: it lives as long as the caller."""
 
     def close(self) -> None:
         """Stop what runs in the background; the rest of the engine core goes with the object."""
         self._core.close()
 
 
+class _Connection:
+    """A DEALER socket to an engine-core process, which it ends in the client's `close()`."""
+
+    def __init__(self, process: EngineCoreProcess) -> None:
+        self.process = process
+        self.closed = False
+        self.ready: Ready | None = None
+        self._codec = Codec(process.epoch)
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self.socket.setsockopt(option, 0)
+        # ms: the engine core binds a moment after we connect
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.socket.connect(f"ipc://{process.socket_path}")
+
+    def hello(self, config: EngineConfig, allows_callables: bool) -> None:
+        self.send(Hello(config, sys.path, os.getcwd(), allows_callables))
+
+    def send(self, message: ToCore) -> None:
+        """Queue a message; without a high-water mark this never waits."""
+        if self.closed or self.process.exit_code is not None:
+            raise EngineDeadError(self.death())
+        self.socket.send_multipart(self._codec.encode(message))
+
+    def receive(self) -> list[bytes] | None:
+        """The frames of a message; None if there is none."""
+        try:
+            return self.socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+
+    def decode(self, frames: list[bytes]) -> FromCore | None:
+        """The message, None if it is of another epoch; raises EngineDeadError if it says so."""
+        message = self._codec.decode_from_core(frames)
+        if isinstance(message, EngineDied):
+            raise EngineDeadError(message.fault.message)
+        return message
+
+    def option(self, name: int) -> int:
+        """A socket option that is a number."""
+        return int(self.socket.getsockopt(name))
+
+    def say_goodbye(self) -> None:
+        """Ask the engine core to end; one that is still loading is killed, it has no work."""
+        if self.ready is None:
+            self.process.kill()
+        else:
+            with suppress(zmq.ZMQError):
+                self.socket.send_multipart(self._codec.encode(Shutdown()), zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Wait for the end of the process, which `say_goodbye` has asked for, and clean up."""
+        self.process.stop()
+        self.socket.close(linger=0)
+        self._context.term()
+
+    def death(self) -> str:
+        """How the engine core ended, for a message."""
+        if self.closed:
+            return "the engine has been closed; make a new one"
+        # The socket can close a moment before the process can be waited for.
+        deadline = time.monotonic() + 0.5
+        while self.process.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return (
+            f"the engine core (pid {self.process.pid}) is gone: {self.process.describe_exit()}. "
+            "Its log above says why; start the engine again"
+        )
+
+
 class SyncClient:
     """Blocking client of an engine-core process, which it ends in `close()`."""
 
     def __init__(self, process: EngineCoreProcess) -> None:
-        self._process = process
-        self._codec = Codec(process.epoch)
-        self._context = zmq.Context()
-        self._socket = _connect(self._context, process)
+        self._connection = _Connection(process)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._connection.socket, zmq.POLLIN)
         self._poller.register(process.sentinel, zmq.POLLIN)
-        self._pending: list[EngineCoreOutputs] = []
+        self._pending: deque[EngineCoreOutputs] = deque()
         self._num_calls = 0
-        self._closed = False
-        self.ready: Ready
 
-    def start(self, config: EngineConfig, progress: Progress) -> None:
-        """Send the configuration and wait until the engine core takes requests."""
-        self._send(Hello(config, sys.path, os.getcwd()))
+    @property
+    def ready(self) -> Ready:
+        assert self._connection.ready is not None, "wait_ready() comes first"
+        return self._connection.ready
+
+    def send_config(self, config: EngineConfig) -> None:
+        """Let the engine core begin to load; callables are allowed, it is this program's own."""
+        self._connection.hello(config, allows_callables=True)
+
+    def wait_ready(self, progress: Progress) -> None:
+        """Wait until the engine core takes requests."""
+        while self._connection.ready is None:
+            self._connection.ready = _startup_step(self._receive(None), progress)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._connection.send(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._connection.send(AbortRequest(request_id, index))
+
+    def get_outputs(self) -> EngineCoreOutputs:
+        """Wait for the outputs of a step."""
+        if self._pending:
+            return self._pending.popleft()
         while True:
-            ready = _startup_step(self._receive(), progress)
-            if ready is not None:
-                self.ready = ready
-                return
+            message = self._receive(None)
+            if isinstance(message, EngineCoreOutputs):
+                return message
+
+    def call(self, method: str, timeout: float | None = None) -> Any:
+        """Run a utility of the engine core and return its value; TimeoutError after `timeout` s."""
+        self._num_calls += 1
+        self._connection.send(UtilityCall(self._num_calls, method))
+        return _result_value(self._wait_result(method, timeout))
+
+    def call_workers(
+        self,
+        method: Method,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Run `method` on every worker; one result each. After TimeoutError it still runs there."""
+        self._num_calls += 1
+        self._connection.send(encode_call(self._num_calls, method, args, kwargs))
+        return _worker_values(self._wait_result(_name(method), timeout))
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the engine core is gone."""
+        if self._connection.closed or self._connection.process.exit_code is not None:
+            raise EngineDeadError(self._connection.death())
+
+    def close(self) -> None:
+        """End the engine core and everything that belongs to it. Idempotent."""
+        if self._connection.closed:
+            return
+        self._connection.say_goodbye()
+        self._connection.closed = True
+        self._connection.close()
+
+    def _wait_result(self, name: str, timeout: float | None) -> UtilityResult:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            message = self._receive(deadline)
+            if message is None:
+                raise _late(name, timeout)
+            if isinstance(message, EngineCoreOutputs):
+                self._pending.append(message)
+            elif isinstance(message, UtilityResult) and message.call_id == self._num_calls:
+                return message  # others are late answers to calls that timed out
+
+    def _receive(self, deadline: float | None) -> FromCore | None:
+        """The next message; None only once `deadline` (monotonic seconds) has passed."""
+        connection = self._connection
+        while True:
+            frames = connection.receive()
+            if frames is not None:
+                message = connection.decode(frames)
+                if message is not None:
+                    return message
+                continue
+            wait = None if deadline is None else _milliseconds(deadline - time.monotonic())
+            events = dict(self._poller.poll(wait))
+            if not events:
+                return None
+            if connection.socket not in events and not connection.socket.poll(_LAST_WORDS_MS):
+                raise EngineDeadError(connection.death())
+
+
+class AsyncClient:
+    """Asyncio client of an engine-core process, which it ends in `close()`.
+
+    It receives on the event loop on which `attach()` was called; `detach()` frees it for another.
+    """
+
+    def __init__(self, process: EngineCoreProcess) -> None:
+        self._connection = _Connection(process)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: deque[list[bytes]] = deque()
+        self._news = asyncio.Event()
+        self._is_dead = False
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._num_calls = 0
+
+    @property
+    def ready(self) -> Ready:
+        assert self._connection.ready is not None, "wait_ready() comes first"
+        return self._connection.ready
+
+    def attach(self) -> None:
+        """Receive on the running event loop from now on."""
+        self.detach()
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._loop.add_reader(self._connection.option(zmq.FD), self._drain)
+        if not self._is_dead:
+            self._loop.add_reader(self._connection.process.sentinel, self._on_exit)
+        self._loop.call_soon(self._drain)
+
+    def detach(self) -> None:
+        """Stop receiving; what arrives meanwhile waits. Calls in progress are cancelled."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._connection.option(zmq.FD))
+            self._loop.remove_reader(self._connection.process.sentinel)
+            for future in self._calls.values():
+                future.cancel()
+        self._calls.clear()
+        self._loop = None
+
+    def send_config(self, config: EngineConfig, allows_callables: bool) -> None:
+        """Let the engine core begin to load. A server never allows callables."""
+        self._connection.hello(config, allows_callables)
+
+    async def wait_ready(self, progress: Progress) -> None:
+        """Wait until the engine core takes requests."""
+        while self._connection.ready is None:
+            self._connection.ready = _startup_step(await self._receive(), progress)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._send(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._send(AbortRequest(request_id, index))
-
-    def get_outputs(self) -> EngineCoreOutputs:
-        """Wait for the outputs of a step."""
-        if self._pending:
-            return self._pending.pop(0)
-        while True:
-            message = self._receive()
-            if isinstance(message, EngineCoreOutputs):
-                return message
-
-    def call(self, method: str) -> Any:
-        """Run a utility of the engine core and return its value."""
-        self._num_calls += 1
-        self._send(UtilityCall(self._num_calls, method))
-        while True:
-            message = self._receive()
-            if isinstance(message, EngineCoreOutputs):
-                self._pending.append(message)
-            elif isinstance(message, UtilityResult) and message.call_id == self._num_calls:
-                return _result_value(message)
-
-    def close(self) -> None:
-        """End the engine core and everything that belongs to it. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if hasattr(self, "ready"):
-            with suppress(zmq.ZMQError):
-                self._socket.send_multipart(self._codec.encode(Shutdown()), zmq.DONTWAIT)
-            self._process.stop()
-        else:  # still loading: nothing to finish
-            self._process.kill()
-        self._socket.close(linger=0)
-        self._context.term()
-
-    def _send(self, message: ToCore) -> None:
-        if self._closed or self._process.exit_code is not None:
-            raise EngineDeadError(_death(self._process))
-        self._socket.send_multipart(self._codec.encode(message))
-
-    def _receive(self) -> FromCore:
-        while True:
-            events = dict(self._poller.poll())
-            if self._socket in events:
-                message = self._codec.decode_from_core(self._socket.recv_multipart())
-                if message is not None:
-                    return _raise_if_died(message)
-            else:
-                raise EngineDeadError(_death(self._process))
-
-
-class AsyncClient:
-    """Asyncio client of an engine-core process, which it ends in `close()`.
-
-    Use it on one event loop.
-    """
-
-    def __init__(self, process: EngineCoreProcess) -> None:
-        self._process = process
-        self._codec = Codec(process.epoch)
-        self._context = zmq.asyncio.Context()
-        self._socket = _connect(self._context, process)
-        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
-        self._num_calls = 0
-        self._closed = False
-        self._died = asyncio.Event()
-        asyncio.get_running_loop().add_reader(process.sentinel, self._on_death)
-        self.ready: Ready
-
-    async def start(self, config: EngineConfig, progress: Progress) -> None:
-        """Send the configuration and wait until the engine core takes requests."""
-        await self._send(Hello(config, sys.path, os.getcwd()))
-        while True:
-            ready = _startup_step(await self._receive(), progress)
-            if ready is not None:
-                self.ready = ready
-                return
-
-    async def add_request(self, request: EngineCoreRequest) -> None:
-        await self._send(request)
-
-    async def abort(self, request_id: str, index: int | None = None) -> None:
-        await self._send(AbortRequest(request_id, index))
 
     async def get_outputs(self) -> EngineCoreOutputs:
         """Wait for the outputs of a step.
@@ -193,78 +325,112 @@ class AsyncClient:
             if isinstance(message, EngineCoreOutputs):
                 return message
             if isinstance(message, UtilityResult):
-                future = self._calls.pop(message.call_id, None)
+                future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
                     future.set_result(message)
 
-    async def call(self, method: str) -> Any:
+    async def call(self, method: str, timeout: float | None = None) -> Any:
         """Run a utility of the engine core; some task must be in `get_outputs` meanwhile."""
         self._num_calls += 1
-        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
-        self._calls[self._num_calls] = future
-        await self._send(UtilityCall(self._num_calls, method))
-        return _result_value(await future)
+        call = UtilityCall(self._num_calls, method)
+        return _result_value(await self._answer(call, method, timeout))
+
+    async def call_workers(
+        self,
+        method: Method,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Run `method` on every worker; one result each. After TimeoutError it still runs there."""
+        self._num_calls += 1
+        call = encode_call(self._num_calls, method, args, kwargs)
+        return _worker_values(await self._answer(call, _name(method), timeout))
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the engine core is gone."""
+        if self._connection.closed or self._connection.process.exit_code is not None:
+            raise EngineDeadError(self._connection.death())
 
     async def close(self) -> None:
         """End the engine core and everything that belongs to it. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        if not hasattr(self, "ready"):  # still loading: nothing to finish
-            self._process.kill()
-        elif self._process.exit_code is None:
-            await self._socket.send_multipart(self._codec.encode(Shutdown()))
-        await asyncio.to_thread(self._process.stop)
-        for future in self._calls.values():
-            future.cancel()
-        self._socket.close(linger=0)
-        self._context.term()
+        if self._start_closing():
+            await asyncio.to_thread(self._connection.close)
 
-    def _on_death(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        self._died.set()
+    def close_blocking(self) -> None:
+        """`close()` for a caller without an event loop."""
+        if self._start_closing():
+            self._connection.close()
+
+    def _start_closing(self) -> bool:
+        if self._connection.closed:
+            return False
+        self.detach()
+        self._connection.say_goodbye()
+        self._connection.closed = True
+        return True
+
+    def _send(self, message: ToCore) -> None:
+        self._connection.send(message)
+        # The socket's file descriptor tells of news once: sending may have taken the signal.
+        if self._loop is not None and self._has_messages():
+            self._loop.call_soon(self._drain)
+
+    def _has_messages(self) -> bool:
+        return bool(self._connection.option(zmq.EVENTS) & zmq.POLLIN)
+
+    def _drain(self) -> None:
+        """Take what has arrived; the rest, if that is much, after the loop's other work."""
+        if self._loop is None:
+            return
+        for _ in range(_MAX_MESSAGES_AT_ONCE):
+            frames = self._connection.receive()
+            if frames is None:
+                return
+            self._inbox.append(frames)
+            self._news.set()
+        self._loop.call_soon(self._drain)
+
+    def _on_exit(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._connection.process.sentinel)
+            self._loop.call_later(_LAST_WORDS_MS / 1000, self._mark_dead)
+
+    def _mark_dead(self) -> None:
+        self._drain()
+        self._is_dead = True
+        self._news.set()
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDeadError(_death(self._process)))
+                future.set_exception(EngineDeadError(self._connection.death()))
 
-    async def _send(self, message: ToCore) -> None:
-        if self._closed or self._died.is_set():
-            raise EngineDeadError(_death(self._process))
-        await self._socket.send_multipart(self._codec.encode(message))
+    async def _answer(
+        self, call: UtilityCall | WorkerCall, name: str, timeout: float | None
+    ) -> UtilityResult:
+        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = future
+        try:
+            self._send(call)
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise _late(name, timeout) from None
+        finally:
+            self._calls.pop(call.call_id, None)
 
     async def _receive(self) -> FromCore:
-        while True:
-            frames = await self._next_frames()
-            message = self._codec.decode_from_core(frames)
-            if message is not None:
-                return _raise_if_died(message)
-
-    async def _next_frames(self) -> list[bytes]:
         """The next message; what a dead engine core had sent is still delivered first."""
-        receive = asyncio.ensure_future(self._socket.recv_multipart())
-        death = asyncio.ensure_future(self._died.wait())
-        try:
-            await asyncio.wait({receive, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not receive.done() and not await self._socket.poll(timeout=50):
-                raise EngineDeadError(_death(self._process))
-            return list(await receive)
-        finally:
-            death.cancel()
-            if not receive.done():
-                receive.cancel()
+        while True:
+            while self._inbox:
+                message = self._connection.decode(self._inbox.popleft())
+                if message is not None:
+                    return message
+            if self._is_dead:
+                raise EngineDeadError(self._connection.death())
+            self._news.clear()
+            await self._news.wait()
 
 
-def _connect(context: Any, process: EngineCoreProcess) -> Any:
-    socket = context.socket(zmq.DEALER)
-    for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-        socket.setsockopt(option, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms: the engine core binds a moment after we connect
-    socket.connect(f"ipc://{process.socket_path}")
-    return socket
-
-
-def _startup_step(message: FromCore, progress: Progress) -> Ready | None:
+def _startup_step(message: FromCore | None, progress: Progress) -> Ready | None:
     match message:
         case StartupProgress():
             progress(message.phase)
@@ -275,24 +441,24 @@ def _startup_step(message: FromCore, progress: Progress) -> Ready | None:
     return None
 
 
-def _raise_if_died(message: FromCore) -> FromCore:
-    if isinstance(message, EngineDied):
-        raise EngineDeadError(message.fault.message)
-    return message
-
-
 def _result_value(result: UtilityResult) -> Any:
     if result.fault is not None:
         raise error_from_code(result.fault.code, result.fault.message)
     return result.value
 
 
-def _death(process: EngineCoreProcess) -> str:
-    # The socket can close a moment before the process can be waited for.
-    deadline = time.monotonic() + 0.5
-    while process.exit_code is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return (
-        f"the engine core (pid {process.pid}) is gone: {process.describe_exit()}. Its log above "
-        "says why; start the engine again"
-    )
+def _worker_values(result: UtilityResult) -> list[Any]:
+    _result_value(result)
+    return decode_results(result.workers)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(0, math.ceil(1000 * seconds))
+
+
+def _late(name: str, timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"{name} did not answer within {timeout} s; it goes on in the engine core")
+
+
+def _name(method: Method) -> str:
+    return method if isinstance(method, str) else getattr(method, "__name__", repr(method))

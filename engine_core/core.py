@@ -13,9 +13,12 @@ from headrace.engine_core.messages import (
     Ready,
     UtilityCall,
     UtilityResult,
+    WorkerCall,
+    WorkerResult,
 )
+from headrace.engine_core.remote_calls import decode_call, encode_error, encode_result
 from headrace.engine_core.scheduler import Scheduler
-from headrace.executors.uniproc import UniprocExecutor
+from headrace.executors.uniproc import RaisedByWorker, UniprocExecutor
 from headrace.workers.protocol import ModelRunnerOutput, RequestFault, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -29,8 +32,13 @@ class EngineCore:
     UTILITIES = ("reset_prefix_cache", "check_integrity", "stats")
 
     def __init__(
-        self, config: EngineConfig, pid: int, progress: Callable[[str], None] = lambda phase: None
+        self,
+        config: EngineConfig,
+        pid: int,
+        progress: Callable[[str], None] = lambda phase: None,
+        allows_callables: bool = False,
     ) -> None:
+        self._allows_callables = allows_callables
         self._executor = UniprocExecutor(config)
         info = self._executor.start(progress)
         self._scheduler = Scheduler(config, info.kv_cache_spec, info.num_blocks)
@@ -111,6 +119,24 @@ class EngineCore:
         except HeadraceError as error:
             return UtilityResult(call.call_id, fault=RequestFault(error.code, str(error)))
         return UtilityResult(call.call_id, value)
+
+    def call_workers(self, call: WorkerCall) -> UtilityResult:
+        """Run a `WorkerCall` on every worker; errors come back in the result."""
+        try:
+            method, args, kwargs = decode_call(call, self._allows_callables)
+            outcomes = self._executor.collective_rpc(method, args, kwargs)
+        except HeadraceError as error:
+            return UtilityResult(call.call_id, fault=RequestFault(error.code, str(error)))
+        except Exception as error:  # the fence: such a callable cannot be read here
+            message = f"the call cannot be read: {type(error).__name__}: {error}"
+            return UtilityResult(call.call_id, fault=RequestFault("invalid_request", message))
+        results = [self._worker_result(outcome, rank) for rank, outcome in enumerate(outcomes)]
+        return UtilityResult(call.call_id, workers=results)
+
+    def _worker_result(self, outcome: object, rank: int) -> WorkerResult:
+        if isinstance(outcome, RaisedByWorker):
+            return encode_error(outcome.error, rank, self._allows_callables)
+        return encode_result(outcome, self._allows_callables)
 
     def idle_check(self) -> None:
         """Check the block accounting while nothing runs; mismatches are healed and counted."""

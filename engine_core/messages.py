@@ -64,12 +64,31 @@ class UtilityCall(msgspec.Struct, tag="call", array_like=True):
     args: list[object] = []
 
 
+class WorkerCall(msgspec.Struct, tag="worker_call", array_like=True):
+    """Run something on every worker between two steps: the method called `method`, or a callable.
+
+    `pickled` (cloudpickle) holds (method or callable, args, kwargs) when msgpack cannot; it is
+    refused unless the program that started the engine core has allowed callables (rule S1).
+    """
+
+    call_id: int
+    method: str | None
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
+    pickled: bytes | None = None
+
+
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """First message to a fresh engine core: what to run, and where the parent was started."""
+    """First message to a fresh engine core: what to run, and where the parent was started.
+
+    `allows_callables`: whether a `WorkerCall` may carry cloudpickle. True only for a library's own
+    engine core, never for a server's.
+    """
 
     config: EngineConfig
     sys_path: list[str]
     cwd: str
+    allows_callables: bool = False
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
@@ -126,12 +145,25 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
     timestamp: float = 0.0  # wall clock at the end of the step, s
 
 
+class WorkerResult(msgspec.Struct, array_like=True):
+    """What one worker gave: a msgpack value, a pickled value or exception, or what went wrong."""
+
+    value: object = None
+    pickled: bytes | None = None
+    pickled_error: bytes | None = None
+    fault: RequestFault | None = None
+
+
 class UtilityResult(msgspec.Struct, tag="result", array_like=True):
-    """Answer to a `UtilityCall`: a msgpack value, or what went wrong."""
+    """Answer to a `UtilityCall`: a msgpack value, or what went wrong.
+
+    `workers`: the answer to a `WorkerCall`, one entry per worker, by rank.
+    """
 
     call_id: int
     value: object = None
     fault: RequestFault | None = None
+    workers: list[WorkerResult] = []
 
 
 class StartupProgress(msgspec.Struct, tag="progress", array_like=True):
@@ -165,5 +197,5 @@ class EngineDied(msgspec.Struct, tag="died", array_like=True):
     fault: RequestFault
 
 
-ToCore = Hello | EngineCoreRequest | AbortRequest | UtilityCall | Shutdown
+ToCore = Hello | EngineCoreRequest | AbortRequest | UtilityCall | WorkerCall | Shutdown
 FromCore = EngineCoreOutputs | UtilityResult | StartupProgress | Ready | StartupFailed | EngineDied

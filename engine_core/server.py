@@ -7,6 +7,7 @@ through a queue and takes answers back through another, woken by an in-process s
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from headrace.engine_core.messages import (
     Shutdown,
     ToCore,
     UtilityCall,
+    WorkerCall,
 )
 from headrace.engine_core.wire import Codec
 from headrace.workers.protocol import RequestFault
@@ -157,6 +159,8 @@ class EngineCoreServer:
                 self._route(outputs, stats_to_all=bool(outputs))
             case UtilityCall():
                 self._sockets.send(client, self._core.call(message))
+            case WorkerCall():
+                self._sockets.send(client, self._core.call_workers(message))
             case Shutdown():
                 self._stopping = True
             case Hello():
@@ -181,9 +185,9 @@ class EngineCoreServer:
             by_client.setdefault(owner, []).append(output)
             if output.finish_reason is not None:
                 self._close_choice(output.request_id, output.index)
-        stats = self._core.stats()
+        stats, now = self._core.stats(), time.time()
         for client in self._clients if stats_to_all else by_client:
-            self._sockets.send(client, EngineCoreOutputs(by_client.get(client, []), stats))
+            self._sockets.send(client, EngineCoreOutputs(by_client.get(client, []), stats, now))
 
     def _close_choice(self, request_id: str, index: int) -> None:
         choices = self._open_choices[request_id]

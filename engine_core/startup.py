@@ -36,6 +36,7 @@ def start_server(sockets: SocketThread, entry: float, imported: float) -> Engine
             hello.config,
             os.getpid(),
             progress=lambda phase: sockets.send(client, StartupProgress(phase)),
+            allows_callables=hello.allows_callables,
         )
     except Exception as error:
         fault = RequestFault(

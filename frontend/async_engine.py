@@ -1,26 +1,35 @@
 """`AsyncEngine`: the asyncio front end of one engine core. One per API-server process."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Literal
 
 from headrace.configs.config import EngineConfig, ModelConfig
-from headrace.configs.engine_args import EngineArgs, UsageContext
-from headrace.configs.errors import EngineDeadError, EngineNotReadyError, HeadraceError
+from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs, UsageContext
+from headrace.configs.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    HeadraceError,
+    RequestAbortedError,
+)
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.engine_core.client import AsyncClient
 from headrace.engine_core.messages import EngineStats
 from headrace.engine_core.supervisor import EngineCoreProcess
-from headrace.frontend.admission import Admission, RenderedPrompt
-from headrace.frontend.output_processor import OutputProcessor
+from headrace.frontend.admission import RenderedPrompt
+from headrace.frontend.front_end import FrontEnd
+from headrace.frontend.output_stream import OutputStream
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.renderer import Renderer
-from headrace.frontend.startup_report import StartupReport, log_model_facts, memory_table
-from headrace.frontend.stats_line import StatsLine
+from headrace.frontend.start_engine import resolve, start_async
+from headrace.frontend.startup_report import StartupReport
+from headrace.frontend.stat_loggers import StatLoggers, default_stat_loggers
+from headrace.frontend.stats import StatLoggerBase
 from headrace.frontend.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -28,70 +37,44 @@ logger = logging.getLogger(__name__)
 EngineState = Literal["starting", "ready", "draining", "dead"]
 
 
-class _Stream:
-    """Outputs of one request on their way to its consumer.
-
-    A slow consumer gets them merged, not queued.
-    """
-
-    def __init__(self, merges_deltas: bool) -> None:
-        self._merges_deltas = merges_deltas
-        self._item: RequestOutput | None = None
-        self._error: HeadraceError | None = None
-        self._news = asyncio.Event()
-
-    def put(self, item: RequestOutput) -> None:
-        if self._item is None:
-            self._item = item
-        elif self._merges_deltas:
-            self._item.add(item, aggregate=True)
-        else:
-            self._item = item
-        self._news.set()
-
-    def fail(self, error: HeadraceError) -> None:
-        self._error = error
-        self._news.set()
-
-    async def get(self) -> RequestOutput:
-        """The next output; an error is raised after the outputs that came before it."""
-        await self._news.wait()
-        if self._item is not None:
-            item, self._item = self._item, None
-            if self._error is None:
-                self._news.clear()
-            return item
-        assert self._error is not None
-        raise self._error
-
-
 class AsyncEngine:
-    """Starts its engine core at construction; `start()` waits until it is ready."""
+    """Starts its engine core at construction; `start()` waits until it is ready.
+
+    A request's `request_id` is the caller's label: requests that run at once may share it.
+    """
 
     def __init__(
         self,
-        args: EngineArgs,
+        args: EngineArgs | EngineConfig,
         began: float | None = None,
         process: EngineCoreProcess | None = None,
+        *,
+        usage_context: UsageContext = UsageContext.API_SERVER,
+        stat_loggers: dict[str, StatLoggerBase] | None = None,
+        log_requests: bool | None = None,
+        allows_callables: bool = False,
     ) -> None:
-        """`process`: the engine core, if it was started already; `began`: of the start-up clock."""
+        """`process`: the engine core, if it was started already; `began`: of the start-up clock.
+
+        `stat_loggers` replace the default ones. `log_requests` None: as the arguments say.
+        `allows_callables`: for `collective_rpc`; never in a server.
+        """
         self.state: EngineState = "starting"
         self.report = StartupReport(began or time.time())
-        self.renderer: Renderer
-        self.model_config: ModelConfig
         self.config: EngineConfig
+        self.front_end: FrontEnd
         self._args = args
+        self._usage_context = usage_context
+        self._given_loggers = stat_loggers
+        self._log_requests = log_requests
+        self._allows_callables = allows_callables
         self._process = process or EngineCoreProcess()  # imports torch while we go on
+        self._finalizer = weakref.finalize(self, self._process.kill)
         self._client: AsyncClient | None = None
-        self._admission: Admission
-        self._processor: OutputProcessor
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         self._receiver: asyncio.Task[None] | None = None
-        self._background: set[asyncio.Task[Any]] = set()
-        self._stats: EngineStats | None = None
-        self._last_step_time = time.monotonic()
-        self._stats_line = StatsLine()
-        self._dead: asyncio.Future[HeadraceError] | None = None
+        self._error: Exception | None = None
+        self._died = asyncio.Event()
 
     async def start(self) -> None:
         """Resolve the model, load the tokenizer beside the engine core, wait until both are ready.
@@ -99,47 +82,79 @@ class AsyncEngine:
         Raises the HeadraceError that says why it cannot start; everything started is ended then.
         """
         try:
-            await self._start()
+            await self.load()
+            self.receive()
+            self.front_end.log_stats()  # so that gauges are right before the first step
         except BaseException:
             await self.stop()
             raise
 
-    async def _start(self) -> None:
-        self._dead = asyncio.get_running_loop().create_future()
+    async def load(self) -> None:
+        """The part of `start()` that comes before messages are received."""
         self._client = AsyncClient(self._process)
-        began = time.time()
-        make_config = self._args.create_engine_config
-        self.config = await asyncio.to_thread(make_config, UsageContext.API_SERVER)
-        self.report.add_overlapped("resolve model", began)
-        self.model_config = self.config.model_config
-        loading = asyncio.create_task(self._load_renderer())
-        try:
-            await self._client.start(self.config, lambda phase: logger.debug("phase: %s", phase))
-            core_ready = time.time()
-        except BaseException:
-            loading.cancel()
-            raise
-        self.renderer = await loading
-        ready = self._client.ready
-        self._admission = Admission(self.model_config, ready)
-        self._processor = OutputProcessor(self.renderer.tokenizer)
-        self._stats = EngineStats(num_free_blocks=ready.num_blocks, num_blocks=ready.num_blocks)
-        self._receiver = asyncio.create_task(self._receive())
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, self._client.close_blocking)
+        self._client.attach()
+        if isinstance(self._args, EngineConfig):
+            self.config = self._args
+        else:
+            self.config = await asyncio.to_thread(
+                resolve, self._args, self._usage_context, None, self.report
+            )
+        renderer = await start_async(
+            self.config, self._process, self._client, self.report, self._allows_callables
+        )
+        self.front_end = FrontEnd(
+            self.config,
+            self._client.ready,
+            renderer,
+            StatLoggers(self._stat_loggers()),
+            self._logs_requests(),
+        )
         self.state = "ready"
-        self.report.finish(self._process.started, ready.phases, core_ready)
-        log_model_facts(self.model_config, self.tokenizer)
-        logger.info("%s", memory_table(ready.memory))
-        logger.info("%s", self.report.table())
 
-    async def _load_renderer(self) -> Renderer:
-        began = time.time()
-        renderer = await asyncio.to_thread(Renderer.from_config, self.model_config)
-        self.report.add_overlapped("tokenizer", began)
-        return renderer
+    def _stat_loggers(self) -> dict[str, StatLoggerBase] | None:
+        if not self.config.log_stats:
+            return None
+        given = self._given_loggers
+        return default_stat_loggers(self.config) if given is None else given
+
+    def _logs_requests(self) -> bool:
+        if self._log_requests is not None:
+            return self._log_requests
+        return isinstance(self._args, AsyncEngineArgs) and self._args.logs_requests
+
+    def receive(self) -> "asyncio.Task[None]":
+        """Take the engine core's messages on the running event loop, from now on."""
+        assert self._client is not None, "load() comes first"
+        self._client.attach()
+        self._receiver = asyncio.create_task(self._receive(), name="engine-receiver")
+        return self._receiver
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self.renderer.tokenizer
+    def renderer(self) -> Renderer:
+        return self.front_end.renderer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model_config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front_end.renderer.tokenizer
+
+    @property
+    def stat_loggers(self) -> dict[str, StatLoggerBase]:
+        """By name: "logging", "prometheus" and what was added; none if statistics are disabled."""
+        return self.front_end.stat_loggers.by_name
+
+    def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
+        """RuntimeError if statistics are disabled, KeyError if the name is taken."""
+        self.front_end.stat_loggers.add(logger_name, logger)
+
+    def remove_logger(self, logger_name: str) -> None:
+        """RuntimeError if statistics are disabled, KeyError if there is no such logger."""
+        self.front_end.stat_loggers.remove(logger_name)
 
     async def generate(
         self,
@@ -148,130 +163,190 @@ class AsyncEngine:
         request_id: str,
         *,
         priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, shaped by `params.output_kind`; `request_id` is only a label.
 
         Raises InvalidRequestError at admission, RequestFailedError or EngineDeadError later.
-        Closing the iterator early, or cancelling its consumer, aborts the request.
+        Closing the iterator early, or cancelling its consumer, aborts the request. A `priority` is
+        ignored where the scheduling policy does not know it.
         """
+        stream = self.submit(prompt, params, request_id, priority=priority)
+        async with aclosing(self.follow(stream)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def submit(
+        self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> OutputStream:
+        """Send a request; its outputs are in the stream, whether somebody reads them or not."""
         client = self._require_ready()
-        request = self._admission.admit(
-            prompt.token_ids, params, arrival_time=time.time(), priority=priority,
-            cache_salt=cache_salt,
-        )  # fmt: skip
-        stream = _Stream(merges_deltas=params.output_kind is RequestOutputKind.DELTA)
+        request = self.front_end.admit(
+            prompt, params, request_id, priority=priority, ignores_unused_priority=True
+        )
+        stream = OutputStream(
+            request.request_id, merges_deltas=params.output_kind is RequestOutputKind.DELTA
+        )
         self._streams[request.request_id] = stream
-        self._processor.add(request, request_id, prompt.text, params.output_kind)
-        if len(self._processor) == 1:
-            self._last_step_time = time.monotonic()
+        try:
+            client.add_request(request)
+        except BaseException:
+            self._release(request.request_id)
+            raise
+        return stream
+
+    async def follow(self, stream: OutputStream) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a stream; when its consumer leaves early, the request is aborted."""
         finished = False
         try:
-            await client.add_request(request)
             while not finished:
                 item = await stream.get()
                 finished = item.finished
                 yield item
-        except HeadraceError:
-            finished = True  # the engine core has ended it, or is gone
-            raise
         finally:
-            del self._streams[request.request_id]
-            if not finished:
-                self._processor.drop(request.request_id)
-                self._in_background(self._abort(request.request_id, None))
+            self._release(stream.request_id)
+
+    def abort(self, request_id: str) -> int:
+        """Abort every request of that label; their streams raise RequestAbortedError.
+
+        What they hold is free before the next step. Returns how many there were.
+        """
+        ids = self.front_end.ids_of(request_id)
+        for internal in ids:
+            stream = self._streams.get(internal)
+            self._release(internal)
+            if stream is not None:
+                stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
+        return len(ids)
+
+    def _release(self, request_id: str) -> None:
+        """Forget a request, and stop it if it still runs."""
+        self._streams.pop(request_id, None)
+        if not self.front_end.drop(request_id) or self._client is None:
+            return
+        try:
+            self._client.abort(request_id)
+        except EngineDeadError as error:  # then it does not run
+            logger.debug("request %s was not aborted: %s", request_id, error)
 
     def _require_ready(self) -> AsyncClient:
-        if self.state == "dead" and self._dead is not None and self._dead.done():
-            raise self._dead.result()
+        if self._error is not None:
+            raise self._error
         if self.state != "ready" or self._client is None:
             raise EngineNotReadyError(f"the engine is {self.state}; try again in a moment")
         return self._client
 
     async def _receive(self) -> None:
-        assert self._client is not None
+        client = self._client
+        assert client is not None
         try:
             while True:
-                message = await self._client.get_outputs()
-                self._stats = message.stats
-                self._last_step_time = time.monotonic()
-                results = self._processor.process(message.outputs)
-                for request_id, result in results.items():
-                    stream = self._streams.get(request_id)
-                    if stream is not None and result.output is not None:
-                        stream.put(result.output)
-                    if stream is not None and result.failure is not None:
-                        stream.fail(result.failure)
+                message = await client.get_outputs()
+                for request_id, result in self.front_end.process(message).items():
                     for index in result.aborts:
-                        await self._client.abort(request_id, index)
-                if self.config.log_stats:
-                    self._stats_line.update(message.stats, message.outputs)
+                        client.abort(request_id, index)
+                    stream = self._streams.get(request_id)
+                    if stream is None:
+                        continue
+                    if result.output is not None:
+                        stream.put(result.output)
+                    if result.failure is not None:
+                        stream.fail(result.failure)
+                    if result.failure is not None or (result.output and result.output.finished):
+                        del self._streams[request_id]
         except HeadraceError as error:
-            self._die(error)
-        except asyncio.CancelledError:
-            raise
+            self.die(error)
         except Exception as error:  # without this task nobody would get an answer
             logger.exception("the front end's receiver failed")
-            self._die(EngineDeadError(f"the front end failed: {type(error).__name__}"))
+            self.die(EngineDeadError(f"the front end failed: {type(error).__name__}"))
 
-    def _die(self, error: HeadraceError) -> None:
+    def die(self, error: Exception) -> None:
+        """End every request, and all later ones, with `error`. The first error is the one kept."""
         self.state = "dead"
+        self._error = self._error or error
         for stream in self._streams.values():
             stream.fail(error)
-        if self._dead is not None and not self._dead.done():
-            self._dead.set_result(error)
+        self._streams.clear()
+        if hasattr(self, "front_end"):
+            self.front_end.drop_all()
+        self._died.set()
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the engine is dead."""
+        return self._error
 
     async def wait_dead(self) -> HeadraceError:
         """Return when the engine core has died, with the reason. Call it after `start()`."""
-        assert self._dead is not None
-        return await asyncio.shield(self._dead)
-
-    async def _abort(self, request_id: str, index: int | None) -> None:
-        if self._client is not None:
-            with contextlib.suppress(EngineDeadError):
-                await self._client.abort(request_id, index)
-
-    def _in_background(self, coroutine: Any) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        await self._died.wait()
+        if isinstance(self._error, HeadraceError):
+            return self._error
+        return EngineDeadError(f"the engine failed: {self._error}")
 
     def progress(self) -> dict[str, float | int]:
         """Last step, seconds since it (0 when idle), running and waiting choices."""
-        stats = self._stats or EngineStats()
-        busy = self.state == "ready" and len(self._processor) > 0
-        age = time.monotonic() - self._last_step_time if busy else 0.0
-        return {
-            "step": stats.step,
-            "age_s": round(age, 3),
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-        }
+        if self.state == "ready":
+            return self.front_end.progress()
+        return {"step": 0, "age_s": 0.0, "running": 0, "waiting": 0}
 
     def stats(self) -> EngineStats | None:
         """Statistics of the last step; None before the engine is ready."""
-        return self._stats
+        return self.front_end.stats if hasattr(self, "front_end") else None
+
+    def log_stats(self) -> None:
+        """Hand a record of now to every logger."""
+        self.front_end.log_stats()
 
     @property
     def num_requests(self) -> int:
         """Requests this front end follows."""
-        return len(self._processor) if self.state == "ready" else 0
+        return len(self.front_end) if self.state == "ready" else 0
 
     async def call(self, method: str) -> Any:
         """Run a utility of the engine core (`EngineCore.UTILITIES`)."""
         return await self._require_ready().call(method)
 
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method on every worker between two steps; see `LLMEngine.collective_rpc`."""
+        return await self._require_ready().call_workers(method, args, kwargs, timeout)
+
+    def check_health(self) -> None:
+        """Raise the error that ended the engine, or EngineDeadError if its core is gone."""
+        self._require_ready().check_alive()
+
+    def rest(self) -> None:
+        """Receive nothing until `receive()` is called again; requests go on in the engine core."""
+        self._cancel_receiver()
+        if self._client is not None:
+            self._client.detach()
+
+    def abandon(self) -> None:
+        """`stop()` for a caller without an event loop."""
+        self.die(EngineDeadError("the engine has been closed; make a new one"))
+        self._cancel_receiver()
+        self._finalizer()
+
+    def _cancel_receiver(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is None or receiver.get_loop().is_closed():
+            return
+        receiver.get_loop().call_soon_threadsafe(receiver.cancel)
+
     async def stop(self) -> None:
         """Fail what runs, end the engine core and everything that belongs to it. Idempotent."""
         if self.state != "dead":
-            self._die(EngineDeadError(f"the server (pid {os.getpid()}) is shutting down"))
+            self.die(EngineDeadError(f"the server (pid {os.getpid()}) is shutting down"))
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
             self._receiver = None
-        for task in list(self._background):
-            task.cancel()
         if self._client is not None:
             await self._client.close()
         else:
             self._process.kill()
+        self._finalizer.detach()

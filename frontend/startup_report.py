@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from headrace.configs.config import ModelConfig
-from headrace.frontend.sampling_defaults import unapplied_defaults
+from headrace.frontend.sampling_defaults import sampling_facts
 from headrace.frontend.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -44,17 +44,10 @@ class StartupReport:
         return "\n".join(lines)
 
 
-def log_model_facts(model_config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Log which tokens end a sequence, and what the model's files set for sampling."""
-    ids = (model_config.eos_token_id, *model_config.extra_eos_token_ids)
-    names = [f"{i} {tokenizer.id_to_token(i)!r}" for i in ids if i is not None]
-    logger.info("end-of-text tokens: %s", ", ".join(names) or "none")
-    defaults = model_config.default_sampling_params
-    if defaults:
-        logger.info("sampling defaults of the model: %s", defaults)
-    unapplied = unapplied_defaults(defaults)
-    if unapplied:
-        logger.warning("sampling defaults that are not applied yet: %s", unapplied)
+def log_model_facts(model_config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Log which tokens end a sequence, and which sampling defaults hold."""
+    for line in sampling_facts(model_config, tokenizer):
+        logger.info("%s", line)
 
 
 def memory_table(memory: dict[str, int]) -> str:

@@ -3,37 +3,41 @@
 import logging
 import time
 
-from headrace.engine_core.messages import EngineCoreOutput, EngineStats
+from headrace.frontend.stats import StatLoggerBase, Stats
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 
 
-class StatsLine:
-    """Logs throughput and load every ten seconds while there is work."""
+class LoggingStatLogger(StatLoggerBase):
+    """Logs throughput and load every `interval_s` seconds while there is work."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
         self._since = self._last_step = time.monotonic()
+        self._num_prompt_tokens = 0
         self._num_tokens = 0
 
-    def update(self, stats: EngineStats, outputs: list[EngineCoreOutput]) -> None:
+    def log(self, stats: Stats) -> None:
         """Count a step's tokens and log when the interval is over."""
         now = time.monotonic()
-        if now - self._last_step > INTERVAL_S:  # do not average over a pause
-            self._since, self._num_tokens = now, 0
+        if now - self._last_step > self._interval_s:  # do not average over a pause
+            self._since, self._num_prompt_tokens, self._num_tokens = now, 0, 0
         self._last_step = now
-        self._num_tokens += sum(len(output.new_token_ids) for output in outputs)
-        if now - self._since < INTERVAL_S:
+        self._num_prompt_tokens += stats.iteration.num_prompt_tokens
+        self._num_tokens += stats.iteration.num_generation_tokens
+        elapsed = now - self._since
+        if elapsed < self._interval_s or elapsed <= 0:
             return
-        used = stats.num_blocks - stats.num_free_blocks
-        hits = stats.prefix_cache_hits / max(1, stats.prefix_cache_queries)
         logger.info(
-            "%.1f output tokens/s, %d running, %d waiting, KV cache %.1f %%, prefix hits %.1f %%",
-            self._num_tokens / (now - self._since),
-            stats.num_running,
-            stats.num_waiting,
-            100 * used / max(1, stats.num_blocks),
-            100 * hits,
+            "%.1f prompt tokens/s, %.1f output tokens/s, %d running, %d waiting, "
+            "KV cache %.1f %%, prefix hits %.1f %%",
+            self._num_prompt_tokens / elapsed,
+            self._num_tokens / elapsed,
+            stats.num_running_sys,
+            stats.num_waiting_sys,
+            100 * stats.gpu_cache_usage_sys,
+            100 * stats.gpu_prefix_cache_hit_rate,
         )
-        self._since, self._num_tokens = now, 0
+        self._since, self._num_prompt_tokens, self._num_tokens = now, 0, 0

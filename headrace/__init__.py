@@ -7,40 +7,65 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs
-    from headrace.configs.sampling_params import SamplingParams
-    from headrace.frontend.llm import LLM
-    from headrace.frontend.outputs import CompletionOutput, RequestOutput
+    from headrace.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from headrace.engine.async_llm_engine import AsyncLLMEngine
+    from headrace.engine.llm_engine import LLMEngine
+    from headrace.entrypoints.llm import LLM
+    from headrace.inputs import PromptType, TextPrompt, TokensPrompt
+    from headrace.outputs import CompletionOutput, RequestOutput
+    from headrace.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __version_tuple__ = (0, 1, 0)
 
-MODULE_ATTRS = {
-    "LLM": "headrace.frontend.llm:LLM",
-    "SamplingParams": "headrace.configs.sampling_params:SamplingParams",
-    "RequestOutput": "headrace.frontend.outputs:RequestOutput",
-    "CompletionOutput": "headrace.frontend.outputs:CompletionOutput",
-    "EngineArgs": "headrace.configs.engine_args:EngineArgs",
-    "AsyncEngineArgs": "headrace.configs.engine_args:AsyncEngineArgs",
+MODULE_ATTRS = {  # public name -> "module, relative to this package:attribute"
+    "LLM": ".entrypoints.llm:LLM",
+    "PromptType": ".inputs:PromptType",
+    "TextPrompt": ".inputs:TextPrompt",
+    "TokensPrompt": ".inputs:TokensPrompt",
+    "SamplingParams": ".sampling_params:SamplingParams",
+    "RequestOutput": ".outputs:RequestOutput",
+    "CompletionOutput": ".outputs:CompletionOutput",
+    "LLMEngine": ".engine.llm_engine:LLMEngine",
+    "EngineArgs": ".engine.arg_utils:EngineArgs",
+    "AsyncLLMEngine": ".engine.async_llm_engine:AsyncLLMEngine",
+    "AsyncEngineArgs": ".engine.arg_utils:AsyncEngineArgs",
 }
 
+# Names of vLLM's package whose features this version does not have.
+NOT_HERE_YET = (
+    "ModelRegistry", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
+    "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput",
+    "ScoringOutput", "ScoringRequestOutput", "initialize_ray_cluster", "PoolingParams",
+)  # fmt: skip
+
 __all__ = [
-    "LLM",
-    "AsyncEngineArgs",
-    "CompletionOutput",
-    "EngineArgs",
-    "RequestOutput",
-    "SamplingParams",
     "__version__",
     "__version_tuple__",
+    "LLM",
+    "PromptType",
+    "TextPrompt",
+    "TokensPrompt",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "LLMEngine",
+    "EngineArgs",
+    "AsyncLLMEngine",
+    "AsyncEngineArgs",
 ]
 
 
 def __getattr__(name: str) -> Any:
     target = MODULE_ATTRS.get(name)
     if target is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        reason = " (not in this version yet)" if name in NOT_HERE_YET else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")
     module, _, attribute = target.partition(":")
-    value = getattr(importlib.import_module(module), attribute)
+    value = getattr(importlib.import_module(module, __name__), attribute)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

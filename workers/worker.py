@@ -1,19 +1,23 @@
 """A worker on the CPU: device set-up, weights, KV cache, warm-up, steps."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from headrace.configs import environment
 from headrace.configs.config import EngineConfig
 from headrace.configs.hardware import CpuFacts, cpu_facts
 from headrace.configs.sampling_params import SamplingParams
+from headrace.kernels.native import NativeKernels, load_kernels
 from headrace.workers.kv_cache import KVCache, make_kv_cache_spec
 from headrace.workers.memory_budget import MemoryBudget, plan_memory
 from headrace.workers.model_runner import ModelRunner
 from headrace.workers.models import Decoder, build_model, load_weights
+from headrace.workers.models.native_decoder import NativeDecoder
 from headrace.workers.protocol import (
     CachedRequestData,
     ChoiceId,
@@ -22,6 +26,8 @@ from headrace.workers.protocol import (
     SchedulerOutput,
     WorkerInfo,
 )
+from headrace.workers.random_weights import random_weights
+from headrace.workers.remote_calls import RemoteCalls
 from headrace.workers.weight_loader import iter_weights
 
 logger = logging.getLogger(__name__)
@@ -35,7 +41,7 @@ _WARM_UP_TOKENS = 64
 _MAX_TOUCH_WAIT_S = 2.0  # what is left then goes on in the background
 
 
-class Worker:
+class Worker(RemoteCalls):
     """Runs a model on this machine's CPUs.
 
     Calls come in the order of the methods below, from one thread.
@@ -45,6 +51,7 @@ class Worker:
         self.config = config
         self._phases: dict[str, float] = {}
         self._facts: CpuFacts | None = None
+        self._kernels: NativeKernels | None = None
         self._model: Decoder | None = None
         self._kv_cache: KVCache | None = None
         self._budget: MemoryBudget | None = None
@@ -66,6 +73,8 @@ class Worker:
         torch.set_flush_denormal(True)
         torch.set_num_threads(self._facts.num_threads)
         logger.info("%s", self._facts.describe())
+        choice = environment.read(environment.CPU_KERNELS, os.environ)
+        self._kernels = load_kernels(choice, self._facts.num_threads)
 
     def load_model(self, progress: Callable[[str], None]) -> None:
         """Size everything, allocate it and copy the weights; then begin to touch KV-cache pages.
@@ -77,7 +86,11 @@ class Worker:
         dtype = _DTYPES[model_config.dtype]
         with self._timed("size memory"):
             model = build_model(
-                model_config.architecture, model_config.hf_config, dtype, model_config.path
+                model_config.architecture,
+                model_config.hf_config,
+                dtype,
+                model_config.path,
+                self._kernels,
             )
             attention = model.config.attention
             spec = make_kv_cache_spec(
@@ -87,17 +100,17 @@ class Worker:
                 attention.head_dim,
                 dtype,
             )
-            available = (self._facts or cpu_facts()).memory_available
+            share = self.config.cache_config.gpu_memory_utilization
+            available = (self._facts or cpu_facts()).memory_for(share)
             num_bytes = model.num_weight_bytes + model.num_rotary_bytes(model_config.max_model_len)
             self._budget = plan_memory(self.config, model.config, spec, num_bytes, available)
             model.allocate(model_config.max_model_len)
             self._kv_cache = KVCache(spec, self._budget.num_blocks, dtype)
         with self._timed("load weights"), torch.inference_mode():
-            load_weights(
-                model,
-                iter_weights(model_config.path, model_config.hf_config, dtype),
-                model_config.path,
-            )
+            path, hf_config = model_config.path, model_config.hf_config
+            is_dummy = self.config.load_config.load_format == "dummy"
+            source = random_weights if is_dummy else iter_weights
+            load_weights(model, source(path, hf_config, dtype), path)
         self._model = model
         # Only now: on memory that the machine has to find first, touching holds the weights up.
         self._kv_cache.start_touching()
@@ -109,7 +122,9 @@ class Worker:
         """
         if self._model is None or self._kv_cache is None or self._budget is None:
             raise RuntimeError("load_model comes before init_kv_cache")
-        self._runner = ModelRunner(self._model, self._kv_cache)
+        self._runner = ModelRunner(
+            self._model, self._kv_cache, self.config.model_config.logprobs_mode
+        )
         with self._timed("touch KV cache"):
             self._kv_cache.wait_until_touched(_MAX_TOUCH_WAIT_S)
         return WorkerInfo(
@@ -123,8 +138,11 @@ class Worker:
 
     def _contract_id(self) -> str:
         """Names the rules of arithmetic: library, type, instruction sets."""
+        library = f"torch-{torch.__version__}-{self.config.model_config.dtype}"
         isa = "+".join(sorted((self._facts or cpu_facts()).isa))
-        return f"torch-{torch.__version__}-{self.config.model_config.dtype}-reference-{isa}"
+        if isinstance(self._model, NativeDecoder):
+            return f"{self._model.kernels.contract}-{library}-{isa}"  # torch samples
+        return f"{library}-reference-{isa}"
 
     def warm_up(self) -> None:
         """Run prefill, decode and every kind of sampling once: the first request is not slower.
@@ -167,7 +185,7 @@ class Worker:
         per_group = -(-(num_tokens + 2) // spec.block_size)
         ids = range(1, 1 + num_groups * per_group)
         tables = [list(ids[group::num_groups]) for group in range(num_groups)]
-        choice = ChoiceId("warm-up", index)
+        choice = ChoiceId(f"warm-up {index}")
         token_ids = [token % config.model_config.vocab_size for token in range(num_tokens)]
         new = NewRequestData(choice, token_ids, num_tokens, params, tables, 0)
         yield SchedulerOutput(0, [new], [], {choice: num_tokens}, [])
@@ -187,4 +205,8 @@ def _warm_up_params() -> tuple[SamplingParams, ...]:
     return (
         SamplingParams(temperature=0.0, max_tokens=None, logprobs=2),
         SamplingParams(max_tokens=None, seed=0, top_k=20, top_p=0.9, min_p=0.01, logprobs=0),
-    )
+        SamplingParams(
+            max_tokens=None, seed=0, repetition_penalty=1.1, frequency_penalty=0.1,
+            logit_bias={0: 1.0}, prompt_logprobs=2,
+        ),
+    )  # fmt: skip

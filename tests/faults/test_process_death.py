@@ -195,7 +195,7 @@ def test_script(smollm2_gguf: Path, tmp_path: Path, number: signal.Signals, phas
     script.stdout.close()
 
 
-def test_all_killed_at_one_instant(start_server: StartServer, tmp_path: Path) -> None:
+def test_all_killed_at_once(start_server: StartServer, tmp_path: Path) -> None:
     first = start_server()
     assert len(run_directories(tmp_path)) == 1
     for process in first.everyone:

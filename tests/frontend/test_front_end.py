@@ -171,9 +171,7 @@ def test_progress_is_idle_without_requests() -> None:
     assert front_end.progress()["age_s"] >= 0.0
 
 
-def test_statistics_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("headrace.frontend.stats_line.time.monotonic", lambda: now[0])
     line = LoggingStatLogger(interval_s=5.0)

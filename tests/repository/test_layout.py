@@ -1,6 +1,7 @@
 """The shape of the repository: layering, packages, public names, sizes, forbidden calls."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -27,6 +28,25 @@ MAY_IMPORT = {
 }
 TORCH_FREE = ("configs", "executors", "engine_core", "frontend", "headrace")
 HEAVY = ("torch", "transformers")
+PUBLIC_NAMES = (  # of vLLM's package, in its order
+    "__version__", "__version_tuple__", "LLM", "ModelRegistry", "PromptType", "TextPrompt",
+    "TokensPrompt", "SamplingParams", "RequestOutput", "CompletionOutput", "PoolingOutput",
+    "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput",
+    "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput", "LLMEngine",
+    "EngineArgs", "AsyncLLMEngine", "AsyncEngineArgs", "initialize_ray_cluster", "PoolingParams",
+)  # fmt: skip
+ALIASES = (
+    ("sampling_params", "SamplingParams", "configs.sampling_params"),
+    ("sampling_params", "BeamSearchParams", "configs.sampling_params"),
+    ("outputs", "RequestOutput", "frontend.outputs"),
+    ("inputs", "TokensPrompt", "frontend.inputs"),
+    ("engine.arg_utils", "AsyncEngineArgs", "configs.engine_args"),
+    ("engine.llm_engine", "LLMEngine", "frontend.llm_engine"),
+    ("engine.async_llm_engine", "AsyncLLMEngine", "frontend.async_llm_engine"),
+    ("entrypoints.llm", "LLM", "frontend.llm"),
+)
+# The one place for callables that a program sends to the workers of its own engine core (rule S1).
+MAY_PICKLE = "engine_core/remote_calls.py"
 MAX_LINES = 700
 MAX_FUNCTION_LINES = 80
 
@@ -72,6 +92,8 @@ def test_package_list_matches_the_tree() -> None:
     for path in python_files(*FOLDERS):
         if path.name == "__init__.py":
             found.add("headrace." + ".".join(path.parent.relative_to(ROOT).parts))
+    for path in (ROOT / "headrace").rglob("*/__init__.py"):
+        found.add(".".join(path.parent.relative_to(ROOT).parts))
     assert set(config["tool"]["setuptools"]["packages"]) == found
     folders_with_code = {p.parent for p in python_files(*FOLDERS)}
     assert all((folder / "__init__.py").exists() for folder in folders_with_code)
@@ -80,6 +102,8 @@ def test_package_list_matches_the_tree() -> None:
 def test_public_names_exist() -> None:
     import headrace
 
+    assert headrace.__all__ == [name for name in PUBLIC_NAMES if name not in headrace.NOT_HERE_YET]
+    assert set(headrace.NOT_HERE_YET) < set(PUBLIC_NAMES)
     for name in headrace.__all__:
         value = getattr(headrace, name)
         assert getattr(headrace, name) is value
@@ -89,6 +113,17 @@ def test_public_names_exist() -> None:
     }
     with pytest.raises(AttributeError, match=r"headrace.*NoSuchName"):
         _ = headrace.NoSuchName
+    with pytest.raises(AttributeError, match=r"headrace.*PoolingParams.*not in this version"):
+        _ = headrace.PoolingParams
+
+
+@pytest.mark.parametrize(("module", "name", "home"), ALIASES)
+def test_alias_modules(module: str, name: str, home: str) -> None:
+    alias = getattr(importlib.import_module(f"headrace.{module}"), name)
+    assert alias is getattr(importlib.import_module(f"headrace.{home}"), name)
+    text = Path(importlib.import_module(f"headrace.{module}").__file__ or "").read_text()
+    body = ast.parse(text).body
+    assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body)
 
 
 def test_version_is_said_once() -> None:
@@ -114,8 +149,9 @@ def test_no_code_carrying_serialization_or_evaluation() -> None:
     banned_modules = {"pickle", "dill", "marshal", "shelve", "cloudpickle"}
     banned_calls = {"eval", "exec", "compile", "recv_pyobj", "send_pyobj"}
     for path in python_files(*FOLDERS, "headrace", "scripts"):
-        for module in imports(path):
-            assert module.split(".")[0] not in banned_modules, f"{path}: imports {module}"
+        if path.relative_to(ROOT).as_posix() != MAY_PICKLE:
+            for module in imports(path):
+                assert module.split(".")[0] not in banned_modules, f"{path}: imports {module}"
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue

@@ -1,0 +1,129 @@
+"""What `collective_rpc` sends to workers and gets back: msgpack, or cloudpickle.
+
+The one place that reads and writes cloudpickle (rule S1): for callables, and for values that
+msgpack would change, on the private Unix socket between a program and the engine core that this
+program itself has started. A server's engine core refuses it.
+"""
+
+import pickle
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from headrace.configs.errors import (
+    InvalidRequestError,
+    RequestFailedError,
+    UnsupportedFeatureError,
+    error_from_code,
+)
+from headrace.engine_core.messages import WorkerCall, WorkerResult
+from headrace.workers.protocol import RequestFault
+
+Method = str | Callable[..., Any]
+
+
+def encode_call(
+    call_id: int, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> WorkerCall:
+    """The message for a method name or a callable, which gets the worker as its first argument.
+
+    Raises InvalidRequestError for something that cannot be pickled.
+    """
+    arguments, options = list(args), dict(kwargs or {})
+    if isinstance(method, str) and is_plain(arguments) and is_plain(options):
+        return WorkerCall(call_id, method, list(arguments), options)
+    if not isinstance(method, str) and not callable(method):
+        raise InvalidRequestError(
+            f"method must be a name or a callable, got {type(method).__name__}", "method"
+        )
+    try:
+        pickled = cloudpickle.dumps((method, tuple(arguments), options))
+    except Exception as error:
+        raise InvalidRequestError(
+            f"the call cannot be sent to the workers: {type(error).__name__}: {error}", "method"
+        ) from error
+    return WorkerCall(call_id, None, pickled=pickled)
+
+
+def decode_call(
+    call: WorkerCall, allows_callables: bool
+) -> tuple[Method, Sequence[Any], Mapping[str, Any]]:
+    """Method or callable, arguments and keyword arguments of a message."""
+    if call.pickled is None:
+        return call.method or "", call.args, call.kwargs
+    if not allows_callables:
+        raise UnsupportedFeatureError(
+            "a server takes method names with plain arguments, no callables", "method"
+        )
+    method, args, kwargs = pickle.loads(call.pickled)
+    return method, args, kwargs
+
+
+def encode_result(value: Any, allows_callables: bool) -> WorkerResult:
+    """A worker's return value; a fault if it cannot be sent."""
+    if is_plain(value):
+        return WorkerResult(value)
+    if not allows_callables:
+        return _fault(f"a value of type {type(value).__name__} is not sent by a server")
+    try:
+        return WorkerResult(pickled=cloudpickle.dumps(value))
+    except Exception as error:
+        return _fault(
+            f"the result, a {type(value).__name__}, cannot be sent back: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def encode_error(error: BaseException, rank: int, allows_callables: bool) -> WorkerResult:
+    """An exception of the worker `rank`, with its traceback as a note."""
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    text = f"worker {rank}: {type(error).__name__}: {error}"
+    if allows_callables and isinstance(error, Exception):
+        try:
+            error.add_note(f"raised by worker {rank}:\n{lines}")
+            pickled = cloudpickle.dumps(error.with_traceback(None))
+            pickle.loads(pickled)  # some classes can be written but not read
+            return WorkerResult(pickled_error=pickled)
+        except Exception:
+            return _fault(f"{text}\n{lines}")
+    return _fault(text)
+
+
+def decode_results(results: Sequence[WorkerResult]) -> list[Any]:
+    """The values by rank. Raises the exception of the first worker that failed."""
+    values = []
+    for result in results:
+        if result.fault is not None:
+            raise error_from_code(result.fault.code, result.fault.message)
+        if result.pickled_error is not None:
+            error = _read(result.pickled_error)
+            raise error if isinstance(error, Exception) else RequestFailedError(str(error))
+        values.append(result.value if result.pickled is None else _read(result.pickled))
+    return values
+
+
+def is_plain(value: Any) -> bool:
+    """Whether msgpack gives the value back exactly as it is (it makes lists of tuples)."""
+    kind = type(value)
+    if kind is int:
+        return -(2**63) <= int(value) < 2**64
+    if kind is list:
+        return all(is_plain(item) for item in value)
+    if kind is dict:
+        return all(type(key) is str and is_plain(item) for key, item in value.items())
+    return value is None or kind in (bool, float, str, bytes)
+
+
+def _read(pickled: bytes) -> Any:
+    try:
+        return pickle.loads(pickled)
+    except Exception as error:
+        raise RequestFailedError(
+            f"a worker's answer cannot be read here: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _fault(message: str) -> WorkerResult:
+    return WorkerResult(fault=RequestFault("request_failed", message))

@@ -1,0 +1,135 @@
+"""Starting an engine core and the front end beside it: the steps that all engines share."""
+
+import asyncio
+import logging
+import os
+import time
+
+from headrace.configs import environment
+from headrace.configs.config import EngineConfig
+from headrace.configs.engine_args import EngineArgs, UsageContext
+from headrace.configs.errors import ConfigurationError
+from headrace.engine_core.client import AsyncClient, InprocClient, SyncClient
+from headrace.engine_core.messages import Ready
+from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.frontend.renderer import Renderer
+from headrace.frontend.startup_report import StartupReport, log_model_facts, memory_table
+
+logger = logging.getLogger(__name__)
+
+Client = SyncClient | InprocClient
+
+
+def log_phase(phase: str) -> None:
+    """What a client's `progress` is told."""
+    logger.debug("phase: %s", phase)
+
+
+def load_renderer(config: EngineConfig, report: StartupReport) -> Renderer:
+    """The renderer, beside the engine core's start; raises ModelFileError."""
+    began = time.time()
+    renderer = Renderer.from_config(config.model_config)
+    report.add_overlapped("tokenizer", began)
+    return renderer
+
+
+def spawn() -> EngineCoreProcess | None:
+    """An engine core that imports torch while its configuration is resolved.
+
+    None if it is to run in this process. Raises ConfigurationError for unknown HEADRACE_ variables.
+    """
+    environment.check_environ(os.environ)
+    return None if _runs_in_process() else EngineCoreProcess()
+
+
+def spawn_process() -> EngineCoreProcess:
+    """`spawn()` for the asynchronous engine, whose core cannot run in its own process."""
+    environment.check_environ(os.environ)
+    if _runs_in_process():
+        raise ConfigurationError(
+            f"{environment.MULTIPROCESSING.name}=0 is for LLM and LLMEngine; the asynchronous "
+            "engine needs a process for its core: unset it"
+        )
+    return EngineCoreProcess()
+
+
+def _runs_in_process() -> bool:
+    return environment.read(environment.MULTIPROCESSING, os.environ) == "0"
+
+
+def resolve(
+    args: EngineArgs,
+    usage_context: UsageContext,
+    process: EngineCoreProcess | None,
+    report: StartupReport,
+) -> EngineConfig:
+    """The configuration of `args`; ends `process` if it cannot work."""
+    began = time.time()
+    try:
+        config = args.create_engine_config(usage_context)
+    except BaseException:
+        if process is not None:
+            process.kill()
+        raise
+    report.add_overlapped("resolve model", began)
+    return config
+
+
+def start_blocking(
+    config: EngineConfig, process: EngineCoreProcess | None, report: StartupReport
+) -> tuple[Renderer, Client]:
+    """Wait until the engine core is ready, and load the tokenizer meanwhile.
+
+    Raises the HeadraceError that says why it cannot start; everything started has ended then.
+    """
+    if process is None:
+        began = time.time()
+        renderer = load_renderer(config, report)
+        inproc = InprocClient(config, log_phase)
+        _finish(config, renderer, inproc.ready, report, began)
+        return renderer, inproc
+    client = SyncClient(process)
+    try:
+        client.send_config(config)
+        renderer = load_renderer(config, report)
+        client.wait_ready(log_phase)
+    except BaseException:
+        client.close()
+        raise
+    _finish(config, renderer, client.ready, report, process.started)
+    return renderer, client
+
+
+async def start_async(
+    config: EngineConfig,
+    process: EngineCoreProcess,
+    client: AsyncClient,
+    report: StartupReport,
+    allows_callables: bool,
+) -> Renderer:
+    """`start_blocking` for a client that is attached to the running event loop; ends nothing."""
+    client.send_config(config, allows_callables)
+    loading = asyncio.create_task(asyncio.to_thread(load_renderer, config, report))
+    try:
+        await client.wait_ready(log_phase)
+    except BaseException:
+        loading.cancel()
+        raise
+    core_ready = time.time()
+    renderer = await loading
+    _finish(config, renderer, client.ready, report, process.started, core_ready)
+    return renderer
+
+
+def _finish(
+    config: EngineConfig,
+    renderer: Renderer,
+    ready: Ready,
+    report: StartupReport,
+    spawned: float,
+    core_ready: float | None = None,
+) -> None:
+    report.finish(spawned, ready.phases, core_ready or time.time())
+    log_model_facts(config.model_config, renderer.tokenizer)
+    logger.info("%s", memory_table(ready.memory))
+    logger.info("%s", report.table())

@@ -1,0 +1,1 @@
+"""Aliases of the engines, under the import paths that people type."""

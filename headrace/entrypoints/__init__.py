@@ -1,0 +1,1 @@
+"""Alias of the entry points, under the import paths that people type."""
