@@ -8,7 +8,10 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 install: $(VENV)/.runtime
 install-dev: $(VENV)/.dev
 
-$(VENV)/.runtime: pyproject.toml constraints.txt
+# The C++ kernels are built by the installation.
+NATIVE := setup.py $(wildcard kernels/native/*.cpp kernels/native/*.h)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt -e .
 	touch $@

@@ -56,6 +56,7 @@ VARIABLES = (
     LOGGING_LEVEL,
     LOG_STATS_INTERVAL,
     ALLOW_LONG_MAX_MODEL_LEN,
+    CPU_KERNELS,
 )
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -75,6 +76,14 @@ def read_number(variable: Variable, environ: Mapping[str, str]) -> float:
     if not 0 < number < math.inf:
         raise ConfigurationError(f"{variable.name} must be a number above 0, got {text!r}")
     return number
+
+
+def read_switch(variable: Variable, environ: Mapping[str, str]) -> bool:
+    """Whether the variable is 1. Raises ConfigurationError if it is neither 0 nor 1."""
+    text = read(variable, environ) or variable.default
+    if text not in ("0", "1"):
+        raise ConfigurationError(f"{variable.name} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def read_log_level(environ: Mapping[str, str]) -> str | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import InsufficientMemoryError
+from headrace.workers.logprobs import SCORE_COPIES, SCORE_ROWS
 from headrace.workers.models import DecoderConfig
 from headrace.workers.protocol import KVCacheSpec
 
@@ -102,7 +103,8 @@ def _activation_bytes(config: EngineConfig, decoder: DecoderConfig) -> int:
     widest = max(2 * decoder.hidden_size + 3 * decoder.inner_size, 4 * heads * attention.head_dim)
     tokens = scheduler.max_num_batched_tokens * (4 * decoder.hidden_size + widest)
     logits = scheduler.max_num_seqs * decoder.vocab_size * _LOGITS_COPIES
-    return (tokens + logits) * _WIDE_BYTES
+    scores = SCORE_ROWS * decoder.vocab_size * SCORE_COPIES
+    return (tokens + logits + scores) * _WIDE_BYTES
 
 
 def _smaller_model_hint(config: EngineConfig, num_weight_bytes: int, available: int) -> str:

@@ -120,10 +120,6 @@ class SchedulerOutput(msgspec.Struct):
     block_copies: list[BlockCopy] = []
     blocks_to_zero: list[int] = []  # pages that a request with non-finite values may have written
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Scores at one position: the sampled (or prompt) token first, then the top k, descending.
@@ -145,10 +141,18 @@ class SampledTokens(msgspec.Struct, array_like=True):
 
 
 class RequestFault(msgspec.Struct, frozen=True, array_like=True):
-    """Why a choice failed alone: `code` of an error in `configs.errors` and its message."""
+    """Why a choice failed alone: `code` of an error in `configs.errors` and its message.
+
+    Surrogates in the message (of undecodable file names) are escaped: msgpack cannot hold them.
+    """
 
     code: str
     message: str
+
+    def __post_init__(self) -> None:
+        if not self.message.isascii():
+            text = self.message.encode("utf-8", "backslashreplace").decode()
+            msgspec.structs.force_setattr(self, "message", text)
 
 
 class ModelRunnerOutput(msgspec.Struct):

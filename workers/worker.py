@@ -17,7 +17,7 @@ from headrace.workers.kv_cache import KVCache, make_kv_cache_spec
 from headrace.workers.memory_budget import MemoryBudget, plan_memory
 from headrace.workers.model_runner import ModelRunner
 from headrace.workers.models import Decoder, build_model, load_weights
-from headrace.workers.models.native_decoder import NativeDecoder
+from headrace.workers.models.native_decoder import NativeDecoder, obstacle
 from headrace.workers.protocol import (
     CachedRequestData,
     ChoiceId,
@@ -92,6 +92,7 @@ class Worker(RemoteCalls):
                 model_config.path,
                 self._kernels,
             )
+            self._log_kernels(model)
             attention = model.config.attention
             spec = make_kv_cache_spec(
                 model.windows,
@@ -135,6 +136,15 @@ class Worker(RemoteCalls):
             memory=self._budget.lines(),
             num_threads=torch.get_num_threads(),
         )
+
+    def _log_kernels(self, model: Decoder) -> None:
+        if isinstance(model, NativeDecoder):
+            logger.info("CPU kernels: %s", model.kernels.contract)
+        elif self._kernels is not None:
+            reason = obstacle(model.config, model.dtype)
+            logger.info("CPU kernels: torch; the native ones are left out: %s", reason)
+        else:
+            logger.info("CPU kernels: torch")
 
     def _contract_id(self) -> str:
         """Names the rules of arithmetic: library, type, instruction sets."""

@@ -103,6 +103,8 @@ def test_json() -> None:
 
 
 def test_environment_registry() -> None:
+    defined = [v for v in vars(environment).values() if isinstance(v, environment.Variable)]
+    assert set(defined) == set(VARIABLES)
     check_environ({variable.name: "" for variable in VARIABLES})
     check_environ(
         {
@@ -130,3 +132,8 @@ def test_values_of_variables() -> None:
     with pytest.raises(ConfigurationError, match=r"HEADRACE_LOGGING_LEVEL.*debug.*'loud'"):
         environment.read_log_level({"HEADRACE_LOGGING_LEVEL": "loud"})
     assert environment.read_number(environment.LOG_STATS_INTERVAL, {}) == 10
+    for text, expected in (("0", False), ("1", True), ("", True)):
+        switch = {"HEADRACE_MULTIPROCESSING": text}
+        assert environment.read_switch(environment.MULTIPROCESSING, switch) is expected
+    with pytest.raises(ConfigurationError, match="must be 0 or 1, got 'maybe'"):
+        environment.read_switch(environment.MULTIPROCESSING, {"HEADRACE_MULTIPROCESSING": "maybe"})

@@ -32,11 +32,7 @@ def prompt_logits(model: Decoder, token_ids: list[int], chunk: int) -> torch.Ten
     cache = make_kv_cache(model, 1 + num_blocks * num_groups)
     ids = torch.randperm(num_blocks * num_groups) + 1
     slots = [block_slots(row, BLOCK_SIZE) for row in ids.view(num_groups, -1).tolist()]
-    spec = cache.spec
-    planners = [
-        AttentionPlanner(BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, torch.float32, group.window)
-        for group in spec.groups
-    ]
+    planners = model.planners(cache.spec)
     logits = []
     with torch.inference_mode():
         for start in range(0, len(token_ids), chunk):

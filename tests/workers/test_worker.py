@@ -2,18 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from headrace.configs.errors import InsufficientMemoryError, ModelFileError
+from headrace.configs.errors import ConfigurationError, InsufficientMemoryError, ModelFileError
 from headrace.configs.hardware import CpuFacts, cpu_facts
 from headrace.workers import worker as worker_module
 from headrace.workers.protocol import WorkerInfo
 from headrace.workers.worker import Worker
+from tests.kernels.native_ops import available_isas
 from tests.workers.tiny_models import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -23,14 +23,7 @@ from tests.workers.tiny_models import (
 )
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def restored_torch_settings() -> Any:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(False)
+pytestmark = pytest.mark.usefixtures("torch_settings")
 
 
 def save(name: str, directory: Path) -> EngineConfig:
@@ -82,6 +75,26 @@ def test_serves_a_saved_model(name: str, tmp_path: Path) -> None:
     assert info.contract_id.startswith(f"torch-{torch.__version__}-float32-reference-")
     assert info.num_threads == cpu_facts().num_threads
     assert set(info.phases) == {"size memory", "load weights", "touch KV cache", "warm up"}
+
+
+@pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
+def test_kernels_are_chosen_by_type_and_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = save("gemma3", tmp_path)
+    narrow = replace(config, model_config=replace(config.model_config, dtype="bfloat16"))
+    for choice in available_isas():
+        monkeypatch.setenv("HEADRACE_CPU_KERNELS", choice)
+        worker, info = start(narrow)
+        assert info.contract_id.startswith(f"native-1-{choice}-torch-{torch.__version__}-bfloat16")
+        assert worker.kv_cache.wait_until_touched(30.0)
+        assert not worker.kv_cache.pool.any()  # the warm-up left nothing
+    monkeypatch.setenv("HEADRACE_CPU_KERNELS", "reference")
+    _, info = start(narrow)
+    assert info.contract_id.startswith(f"torch-{torch.__version__}-bfloat16-reference-")
+    monkeypatch.setenv("HEADRACE_CPU_KERNELS", "sse")
+    with pytest.raises(ConfigurationError, match="'sse' do not exist"):
+        start(narrow)
 
 
 def test_memory_is_accounted_for(tmp_path: Path) -> None:

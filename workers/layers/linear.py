@@ -6,7 +6,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from headrace.workers.layers.weight_slot import WeightSlot, empty_parameter
+from headrace.kernels.native import PackedMatrix
+from headrace.workers.layers.weight_slot import (
+    PackedSlot,
+    TensorSlot,
+    WeightSlot,
+    empty_parameter,
+)
 
 _STEPS_PER_OCTAVE = 4
 
@@ -36,7 +42,8 @@ class PackedLinear(nn.Module):
     """Several linear layers of the same input as one: y = x W^T + b, outputs side by side.
 
     `parts` maps the checkpoint's name of each layer to its number of outputs, in the order of the
-    packed rows.
+    packed rows. With `pack`, the weight is kept in the layout of the native products, which then
+    take the place of `forward`.
     """
 
     def __init__(
@@ -47,18 +54,28 @@ class PackedLinear(nn.Module):
         num_rows = sum(parts.values())
         self.weight = empty_parameter(num_rows, in_features, dtype=dtype)
         self.bias = empty_parameter(num_rows, dtype=dtype) if bias else None
+        self.packed: PackedMatrix | None = None
+
+    def pack(self, matrix: PackedMatrix) -> None:
+        """Keep the weight in `matrix`, to be filled through `weight_slots`."""
+        self.packed = matrix
+        self.weight = nn.Parameter(matrix.data, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of outputs]"""
         return linear(x, self.weight, self.bias)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
-        slots, start = {}, 0
+        slots: dict[str, WeightSlot] = {}
+        start = 0
         for name, num_rows in self.parts.items():
             rows = slice(start, start + num_rows)
-            slots[f"{prefix}{name}.weight"] = WeightSlot(self.weight[rows])
+            if self.packed is not None:
+                slots[f"{prefix}{name}.weight"] = PackedSlot(self.packed, start, num_rows)
+            else:
+                slots[f"{prefix}{name}.weight"] = TensorSlot(self.weight[rows])
             if self.bias is not None:
-                slots[f"{prefix}{name}.bias"] = WeightSlot(self.bias[rows])
+                slots[f"{prefix}{name}.bias"] = TensorSlot(self.bias[rows])
             start += num_rows
         return slots
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.rms_norm import rms_norm
-from headrace.workers.layers.weight_slot import WeightSlot, empty_parameter
+from headrace.workers.layers.weight_slot import TensorSlot, WeightSlot, empty_parameter
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
-        return {f"{name}.weight": WeightSlot(self.weight, self.offset)}
+        return {f"{name}.weight": TensorSlot(self.weight, self.offset)}
 
 
 class HeadNorm(nn.Module):
@@ -49,6 +49,6 @@ class HeadNorm(nn.Module):
         head_dim = self.weight.shape[1:]
         queries, keys = self.weight[: self.num_heads], self.weight[self.num_heads :]
         return {
-            f"{prefix}q_norm.weight": WeightSlot(queries, self.offset, head_dim),
-            f"{prefix}k_norm.weight": WeightSlot(keys, self.offset, head_dim),
+            f"{prefix}q_norm.weight": TensorSlot(queries, self.offset, head_dim),
+            f"{prefix}k_norm.weight": TensorSlot(keys, self.offset, head_dim),
         }

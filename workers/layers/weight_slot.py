@@ -1,14 +1,28 @@
-"""Where a checkpoint tensor goes: a slice of a preallocated parameter."""
+"""Where a checkpoint tensor goes: a slice of a preallocated parameter, plain or packed."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from headrace.kernels.native import PackedMatrix
+
+
+class WeightSlot(Protocol):
+    """A target for one checkpoint tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint tensor."""
+
+    def fill(self, source: torch.Tensor) -> None:
+        """Copy the checkpoint tensor to its place."""
+
 
 @dataclass(frozen=True)
-class WeightSlot:
-    """A target for one checkpoint tensor: a parameter, or a slice of a packed one.
+class TensorSlot:
+    """A parameter, or a slice of one that several tensors share.
 
     `offset` is added after the copy, in the dtype of `target` (Gemma's norms scale by 1 + w).
     `source_shape` is the checkpoint tensor's shape where it is repeated over the leading axis of
@@ -27,6 +41,22 @@ class WeightSlot:
         self.target.copy_(source)
         if self.offset:
             self.target.add_(self.offset)
+
+
+@dataclass(frozen=True)
+class PackedSlot:
+    """Rows `first_row` to `first_row + num_rows` of a matrix in the native layout."""
+
+    matrix: PackedMatrix
+    first_row: int
+    num_rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.num_rows, self.matrix.num_inputs
+
+    def fill(self, source: torch.Tensor) -> None:
+        self.matrix.fill(source, self.first_row)
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from headrace.configs.errors import ModelFileError
-from headrace.kernels.attention import AttentionMetadata
+from headrace.kernels.attention import AttentionMetadata, AttentionPlanner
+from headrace.kernels.native import NativeMetadata, NativePlanner
 from headrace.kernels.rotary import (
     RotaryAngles,
     inverse_frequencies,
@@ -25,6 +26,11 @@ from headrace.workers.layers import (
 )
 from headrace.workers.layers.weight_slot import allocated
 from headrace.workers.models.decoder_config import DecoderConfig
+from headrace.workers.protocol import KVCacheSpec
+
+# A step's attention for one KV group, and what makes it; a model takes what its planners make.
+StepAttention = AttentionMetadata | NativeMetadata
+StepPlanner = AttentionPlanner | NativePlanner
 
 
 class DecoderLayer(nn.Module):
@@ -93,7 +99,7 @@ class Decoder(nn.Module):
             raise ModelFileError(
                 f"rotary parameters of the model cannot be used: {error}"
             ) from error
-        self._rotary_tables: list[torch.Tensor] = []
+        self.rotary_tables: list[torch.Tensor] = []
         self.max_model_len = 0  # known once memory is allocated
 
     @property
@@ -113,9 +119,19 @@ class Decoder(nn.Module):
         """Memory for weights (uninitialized), rotary tables for positions below `max_model_len`."""
         for module in self.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, allocated(parameter))
+                if parameter.is_meta:
+                    setattr(module, name, allocated(parameter))
         self.max_model_len = max_model_len
-        self._rotary_tables = [rotary_table(f, max_model_len) for f in self._frequencies]
+        self.rotary_tables = [rotary_table(f, max_model_len) for f in self._frequencies]
+
+    def planners(self, spec: KVCacheSpec) -> list[StepPlanner]:
+        """What makes the metadata of a step: one per KV group."""
+        return [
+            AttentionPlanner(
+                spec.block_size, spec.num_kv_heads, spec.head_dim, self.dtype, group.window
+            )
+            for group in spec.groups
+        ]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each checkpoint tensor goes, by its name in transformers."""
@@ -136,7 +152,7 @@ class Decoder(nn.Module):
         embedded: torch.Tensor,
         positions: torch.Tensor,
         kv_cache: KVCache,
-        metadata: Sequence[AttentionMetadata],
+        metadata: Sequence[StepAttention],
     ) -> torch.Tensor:
         """Run all layers over a flat token batch; writes the new K and V to the cache.
 
@@ -144,7 +160,7 @@ class Decoder(nn.Module):
         only; metadata: one per KV group. Returns the residual stream, [num_tokens, hidden_size],
         before the final norm.
         """
-        angles = [select_angles(table, positions) for table in self._rotary_tables]
+        angles = [select_angles(table, positions) for table in self.rotary_tables]
         residual = embedded
         for layer, layer_config, pages, group in zip(
             self.layers,

@@ -9,7 +9,9 @@ import torch
 
 from headrace.configs.errors import ModelFileError
 from headrace.configs.model_files.hf_config import normalize_hf_config
+from headrace.kernels.native import NativeKernels
 from headrace.workers.models.decoder import Decoder
+from headrace.workers.models.native_decoder import NativeDecoder, obstacle
 
 # Architecture -> module of this package with `decoder_config(hf_config) -> DecoderConfig`.
 MODELS: Mapping[str, str] = MappingProxyType(
@@ -26,10 +28,15 @@ _MAX_NAMES_SHOWN = 5
 
 
 def build_model(
-    architecture: str, hf_config: Mapping[str, Any], dtype: torch.dtype, source: str
+    architecture: str,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    source: str,
+    kernels: NativeKernels | None = None,
 ) -> Decoder:
     """A model without memory for its weights. `source` names the model in errors.
 
+    It runs on `kernels` if these can do all it needs, and on the torch references otherwise.
     `hf_config` may be spelled as any version of transformers does. Raises `ModelFileError` for what
     is not supported.
     """
@@ -40,7 +47,10 @@ def build_model(
     config = normalize_hf_config({**hf_config, "architectures": [architecture]}, source)
     module = importlib.import_module(f"headrace.workers.models.{MODELS[architecture]}")
     try:
-        return Decoder(module.decoder_config(config), dtype)
+        decoder_config = module.decoder_config(config)
+        if kernels is not None and obstacle(decoder_config, dtype) is None:
+            return NativeDecoder(decoder_config, dtype, kernels)
+        return Decoder(decoder_config, dtype)
     except ModelFileError as error:
         raise ModelFileError(f"{source}: {error}") from error
 

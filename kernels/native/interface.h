@@ -1,0 +1,114 @@
+// The C interface of the native kernels: plain structs, sizes in elements, no ownership.
+//
+// A step runs as one call, `hr_run`: a list of operations over numbered row buffers, each row
+// holding one token. The list is made once; what changes from step to step is in `hr_step`.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { HR_INTERFACE_VERSION = 1, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
+
+enum hr_isa { HR_AVX2 = 0, HR_AVX512 = 1, HR_AVX512_BF16 = 2, HR_NUM_ISAS = 3 };
+
+enum hr_kind {
+    HR_NORM = 0,       // output = norm(input) * weight
+    HR_NORM_ADD = 1,   // output += norm(input) * weight
+    HR_PRODUCT = 2,    // output = epilogue(input W^T + bias), perhaps of the normalized input
+    HR_ATTENTION = 3,  // input: qkv, of which queries are turned in place; new K and V go to the
+                       // cache; output: [tokens, heads * head_dim]
+};
+
+enum hr_epilogue {
+    HR_STORE = 0,      // bf16
+    HR_STORE_F32 = 1,  // the output buffer holds floats
+    HR_ADD = 2,        // output += product, one rounding
+    HR_SILU_MUL = 3,   // output = silu(gate) * up; outputs are half of the product's
+    HR_GELU_MUL = 4,   // output = gelu_tanh(gate) * up
+};
+
+// How a packed matrix orders its rows; in blocks of 32, or of 16 gate rows and 16 up rows.
+enum hr_lanes { HR_PLAIN = 0, HR_GATE = 1, HR_UP = 2 };
+
+typedef struct {
+    int32_t kind;
+    int32_t epilogue;
+    int32_t input;         // buffer
+    int32_t output;        // buffer
+    int32_t normed;        // buffer for the normalized input of a product
+    int32_t rope;          // of attention: which table; -1: queries and cache are ready
+    const void* weight;    // packed bf16 matrix
+    const float* norm;     // [size] of a norm or before a product; [heads + kv_heads, head_dim] of
+                           // attention with head norms; or null
+    const uint16_t* bias;  // bf16 [num_outputs] or null; gate first, then up
+    int64_t num_outputs;   // rows of the weight matrix; size of a norm
+    int64_t num_inputs;
+    float eps;             // of the norm
+    float scale;           // of attention scores
+    float soft_cap;        // of attention scores; 0: none
+    int32_t group;         // which KV group
+    uint16_t* pages;       // bf16 [num_blocks * 2 * block_size, kv_heads * head_dim]
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t unused;  // keeps the size a multiple of 8
+} hr_op;
+
+// One KV group of a step.
+typedef struct {
+    const int64_t* const* slots;  // [num_sequences]: K row of every token of the sequence
+    int64_t window;               // tokens a query sees; 0: all
+} hr_group;
+
+typedef struct {
+    int64_t num_tokens;
+    int64_t num_sequences;
+    int64_t block_size;
+    int64_t num_groups;
+    const int64_t* query_starts;   // [num_sequences + 1]: flat rows
+    const int64_t* context_lens;   // [num_sequences]: tokens in the cache after this step
+    const int64_t* positions;      // [num_tokens]: for rotary
+    const hr_group* groups;
+    void* buffers[HR_MAX_BUFFERS];
+    int64_t strides[HR_MAX_BUFFERS];   // elements from row to row
+    const float* ropes[HR_MAX_ROPES];  // [positions, head_dim]: cosines, then sines
+} hr_step;
+
+typedef struct hr_pool hr_pool;
+
+#pragma GCC visibility push(default)
+
+int32_t hr_interface_version(void);
+
+// Sizes of the structs above, for callers that declare them in another language.
+int64_t hr_op_bytes(void);
+int64_t hr_group_bytes(void);
+int64_t hr_step_bytes(void);
+
+// Bit i: this machine can run instruction set i. Bit 8: it has AMX with bf16.
+int32_t hr_machine(void);
+
+// `num_threads` counts the calling thread. Null if threads cannot be started.
+hr_pool* hr_pool_new(int32_t num_threads);
+void hr_pool_free(hr_pool* pool);
+
+// 0, or -1 if memory for the step's work list is missing. One call at a time per pool.
+int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step);
+
+// Put `num_rows` bf16 rows into a packed matrix, which holds zeros before the first call. The first
+// of them becomes its row `first_row` (among the gate or up rows, if `lanes` says so).
+void hr_pack(hr_pool* pool, const uint16_t* rows, int64_t num_rows, int64_t num_inputs,
+             uint16_t* packed, int64_t first_row, int32_t lanes);
+
+// Rows `ids` of a packed matrix, times `scale`, rounded to bf16: [num_ids, num_inputs].
+void hr_lookup(hr_pool* pool, const uint16_t* packed, int64_t num_inputs, const int64_t* ids,
+               int64_t num_ids, float scale, uint16_t* out);
+
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif

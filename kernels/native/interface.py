@@ -1,0 +1,122 @@
+"""The C interface in Python: the structs and numbers of `interface.h`, and the library's functions.
+
+`interface.h` says what the fields mean.
+"""
+
+import ctypes
+import enum
+from pathlib import Path
+
+INTERFACE_VERSION = 1
+MAX_BUFFERS = 8
+MAX_ROPES = 4
+LIBRARY = Path(__file__).parent / "libheadrace_kernels.so"
+
+_INT64_P = ctypes.POINTER(ctypes.c_int64)
+
+
+class Kind(enum.IntEnum):
+    NORM = 0
+    NORM_ADD = 1
+    PRODUCT = 2
+    ATTENTION = 3
+
+
+class Epilogue(enum.IntEnum):
+    STORE = 0
+    STORE_F32 = 1
+    ADD = 2
+    SILU_MUL = 3
+    GELU_MUL = 4
+
+
+class Lanes(enum.IntEnum):
+    """Which rows of a packed matrix are filled: any, or those of a gate or an up projection."""
+
+    PLAIN = 0
+    GATE = 1
+    UP = 2
+
+
+class Op(ctypes.Structure):
+    """One operation of a step: `hr_op`. Pointers are addresses; 0 is null."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("epilogue", ctypes.c_int32),
+        ("input", ctypes.c_int32),
+        ("output", ctypes.c_int32),
+        ("normed", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
+        ("weight", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("group", ctypes.c_int32),
+        ("pages", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class Group(ctypes.Structure):
+    """One KV group of a step: `hr_group`."""
+
+    _fields_ = (("slots", ctypes.c_void_p), ("window", ctypes.c_int64))
+
+
+class Step(ctypes.Structure):
+    """What changes from step to step: `hr_step`."""
+
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64),
+        ("num_sequences", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("query_starts", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("groups", ctypes.POINTER(Group)),
+        ("buffers", ctypes.c_void_p * MAX_BUFFERS),
+        ("strides", ctypes.c_int64 * MAX_BUFFERS),
+        ("ropes", ctypes.c_void_p * MAX_ROPES),
+    )
+
+
+def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
+    """The library with its functions declared.
+
+    Calls release the GIL. Raises OSError if it is missing, cannot be loaded, or belongs to another
+    version of this file.
+    """
+    library = ctypes.CDLL(str(path))
+    int32, int64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    signatures: dict[str, tuple[object, tuple[object, ...]]] = {
+        "hr_interface_version": (int32, ()),
+        "hr_op_bytes": (int64, ()),
+        "hr_group_bytes": (int64, ()),
+        "hr_step_bytes": (int64, ()),
+        "hr_machine": (int32, ()),
+        "hr_pool_new": (pointer, (int32,)),
+        "hr_pool_free": (None, (pointer,)),
+        "hr_run": (int32, (pointer, int32, ctypes.POINTER(Op), int64, ctypes.POINTER(Step))),
+        "hr_pack": (None, (pointer, pointer, int64, int64, pointer, int64, int32)),
+        "hr_lookup": (None, (pointer, pointer, int64, pointer, int64, ctypes.c_float, pointer)),
+    }
+    try:
+        for name, (result, arguments) in signatures.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except AttributeError as error:
+        raise OSError(f"{path} is not of this version: {error}") from error
+    sizes = (library.hr_op_bytes(), library.hr_group_bytes(), library.hr_step_bytes())
+    expected = tuple(ctypes.sizeof(struct) for struct in (Op, Group, Step))
+    if library.hr_interface_version() != INTERFACE_VERSION or sizes != expected:
+        raise OSError(f"{path} is not of this version")
+    return library

@@ -1,0 +1,323 @@
+// The C interface: instruction sets, packing, and running a step.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include <cpuid.h>
+
+#include "interface.h"
+#include "pool.h"
+#include "work.h"
+
+namespace {
+
+constexpr int64_t kBlockRows = 32;
+constexpr int64_t kCacheLine = 64;
+constexpr int64_t kLookupTogether = 16;  // rows below which one thread looks them up
+
+int64_t block_size(int64_t num_inputs) { return (num_inputs + 1) / 2 * 2 * kBlockRows; }
+
+int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t rounded_up(int64_t a, int64_t b) { return divided_up(a, b) * b; }
+
+// The work list of one KV group, for operations with these heads.
+struct GroupPlan {
+    std::vector<Item> items;
+    std::vector<int64_t> token_slots;  // empty: not planned yet
+    bool has_parts = false;
+    int64_t num_partials = 0;
+
+    void clear() {
+        items.clear();
+        token_slots.clear();
+        has_parts = false;
+        num_partials = 0;
+    }
+};
+
+// Parts of the keys that a token at `position` sees: the first, and how many.
+struct Parts {
+    int64_t first, count;
+};
+
+Parts parts_of(int64_t position, int64_t window) {
+    const int64_t start = window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window);
+    const int64_t first = start / kPart;
+    return {first, divided_up(position + 1, kPart) - first};
+}
+
+void add_single(GroupPlan& plan, Item item, int64_t window, int64_t heads) {
+    const Parts parts = parts_of(item.first_position, window);
+    if (parts.count == 1) {
+        plan.items.push_back(item);
+        return;
+    }
+    plan.has_parts = true;
+    item.num_parts = parts.count;
+    for (item.part = 0; item.part < parts.count; ++item.part) {
+        item.from = (parts.first + item.part) * kPart;
+        item.to = item.from + kPart;
+        item.partial = plan.num_partials;
+        plan.num_partials += heads * item.num_kv_heads;
+        plan.items.push_back(item);
+    }
+}
+
+// Whether all K and V heads of a single token go to one thread. They lie side by side in memory, so
+// that is faster, if there is enough to do for all threads.
+bool are_heads_together(const hr_step& step, int64_t window, const hr_op& op, int num_threads) {
+    if (op.num_heads > kMaxItemRows || op.head_dim % kBlockRows != 0) return false;
+    int64_t num_parts = 0;
+    for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence)
+        if (step.query_starts[sequence + 1] - step.query_starts[sequence] == 1)
+            num_parts += parts_of(step.context_lens[sequence] - 1, window).count;
+    return num_parts >= num_threads;
+}
+
+void plan_group(GroupPlan& plan, const hr_step& step, const hr_group& group, const hr_op& op,
+                int num_threads) {
+    const int64_t heads = op.num_heads / op.num_kv_heads;
+    const int64_t tokens_together = std::max<int64_t>(1, kMaxItemRows / heads);
+    const bool heads_together = are_heads_together(step, group.window, op, num_threads);
+    plan.token_slots.resize(step.num_tokens);
+    for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence) {
+        const int64_t first_row = step.query_starts[sequence];
+        const int64_t num_queries = step.query_starts[sequence + 1] - first_row;
+        const int64_t computed = step.context_lens[sequence] - num_queries;
+        for (int64_t i = 0; i < num_queries; ++i)
+            plan.token_slots[first_row + i] = group.slots[sequence][computed + i];
+        const int64_t num_chunks = divided_up(num_queries, tokens_together);
+        for (int64_t chunk = num_chunks - 1; chunk >= 0; --chunk) {  // the longest ones first
+            const int64_t start = chunk * tokens_together;
+            const int64_t num_tokens = std::min(tokens_together, num_queries - start);
+            const int64_t kv_heads = num_tokens == 1 && heads_together ? op.num_kv_heads : 1;
+            for (int64_t head = 0; head < op.num_kv_heads; head += kv_heads) {
+                const Item item = {sequence, head, kv_heads, first_row + start, computed + start,
+                                   num_tokens, 0, INT64_MAX, -1, 1, 0};
+                if (num_tokens == 1) {
+                    add_single(plan, item, group.window, heads);
+                } else {
+                    plan.items.push_back(item);
+                }
+            }
+        }
+    }
+}
+
+// As `cut_scratch` of attention.h takes it, with a cache line for the rounding of each piece.
+int64_t scratch_bytes(int64_t dim, int64_t kv_heads) {
+    const int64_t wide = rounded_up(dim, kBlockRows), rows = kMaxItemRows;
+    const int64_t tile = kv_heads * 64 * (dim + 1 + wide) * 2;
+    const int64_t bytes = tile + rows * dim * 2 + rows * 64 * 6 + 3 * rows * wide * 4 + 16 * rows;
+    return rounded_up(bytes + 12 * kCacheLine, 4096);
+}
+
+// Kept from step to step, so that a step allocates nothing once the sizes have been met.
+struct StepMemory {
+    std::vector<GroupPlan> plans;
+    std::vector<GroupWork> groups;
+    std::vector<int32_t> counters;
+    std::vector<float> partials;
+    std::vector<char> scratch;
+};
+
+void prepare(StepMemory& memory, Work& work, int num_threads) {
+    memory.plans.resize(work.step->num_groups);
+    memory.groups.resize(work.step->num_groups);
+    for (GroupPlan& plan : memory.plans) plan.clear();
+    memory.counters.assign(2 * work.num_ops, 0);
+    int64_t widest = 0, scratch = 0;
+    for (int64_t i = 0; i < work.num_ops; ++i) {
+        const hr_op& op = work.ops[i];
+        if (op.kind == HR_PRODUCT && op.norm != nullptr)
+            scratch = std::max(scratch, kNormAlone * (int64_t)sizeof(uint16_t));
+        if (op.kind != HR_ATTENTION) continue;
+        widest = std::max<int64_t>(widest, op.head_dim);
+        scratch = std::max(scratch, scratch_bytes(op.head_dim, op.num_kv_heads));
+        GroupPlan& plan = memory.plans[op.group];
+        if (!plan.token_slots.empty()) continue;
+        plan_group(plan, *work.step, work.step->groups[op.group], op,
+                   num_threads);
+        const bool is_alone = !plan.has_parts && work.step->num_tokens == work.step->num_sequences;
+        memory.groups[op.group] = {plan.items.data(), (int64_t)plan.items.size(), plan.has_parts,
+                                   is_alone, plan.token_slots.data()};
+    }
+    int64_t num_partials = 0;
+    for (const GroupPlan& plan : memory.plans)
+        num_partials = std::max(num_partials, plan.num_partials);
+    memory.partials.resize(num_partials * (rounded_up(widest, kBlockRows) + 2));
+    work.scratch_bytes = scratch;
+    memory.scratch.resize(work.scratch_bytes * num_threads + kCacheLine);
+    const auto address = (uintptr_t)memory.scratch.data();
+    work.scratch = memory.scratch.data() + (rounded_up(address, kCacheLine) - address);
+    work.groups = memory.groups.data();
+    work.partials = memory.partials.data();
+    work.counters = memory.counters.data();
+}
+
+}  // namespace
+
+struct hr_pool {
+    explicit hr_pool(int num_threads) : threads(num_threads) {}
+
+    ThreadPool threads;
+    StepMemory memory;
+};
+
+namespace {
+
+using WorkFunction = void (*)(const Work&, int, int);
+
+struct Call {
+    const Work* work;
+    WorkFunction function;
+};
+
+void run_call(void* argument, int thread, int num_threads) {
+    const Call& call = *(const Call*)argument;
+    call.function(*call.work, thread, num_threads);
+}
+
+void meet(void* barrier) { ((Barrier*)barrier)->wait(); }
+
+struct Packing {
+    const uint16_t* rows;
+    int64_t num_rows, num_inputs;
+    uint16_t* packed;
+    int64_t first_row;
+    int32_t lanes;
+};
+
+// Rows of the matrix that one thread packs: whole blocks of the target, except at the ends.
+void pack_share(void* argument, int thread, int num_threads) {
+    const Packing& p = *(const Packing*)argument;
+    const int64_t width = p.lanes == HR_PLAIN ? kBlockRows : kBlockRows / 2;
+    const int64_t offset = p.lanes == HR_UP ? width : 0;
+    const int64_t first = p.first_row / width, end = divided_up(p.first_row + p.num_rows, width);
+    const int64_t from = first + (end - first) * thread / num_threads;
+    const int64_t to = first + (end - first) * (thread + 1) / num_threads;
+    for (int64_t block = from; block < to; ++block) {
+        const int64_t low = std::max(block * width, p.first_row);
+        const int64_t high = std::min((block + 1) * width, p.first_row + p.num_rows);
+        uint16_t* target = p.packed + block * block_size(p.num_inputs);
+        for (int64_t k = 0; k < p.num_inputs; k += 2) {
+            uint16_t* pairs = target + k * kBlockRows + 2 * (low - block * width + offset);
+            const uint16_t* source = p.rows + (low - p.first_row) * p.num_inputs + k;
+            const int64_t bytes = k + 1 < p.num_inputs ? 4 : 2;
+            if (bytes == 4) {
+                for (int64_t row = low; row < high; ++row, source += p.num_inputs, pairs += 2)
+                    std::memcpy(pairs, source, 4);
+            } else {
+                for (int64_t row = low; row < high; ++row, source += p.num_inputs, pairs += 2)
+                    *pairs = *source;
+            }
+        }
+    }
+}
+
+struct Lookup {
+    const uint16_t* packed;
+    int64_t num_inputs;
+    const int64_t* ids;
+    int64_t num_ids;
+    float scale;
+    uint16_t* out;
+};
+
+uint16_t scaled(uint16_t value, float scale) {  // rounded to nearest even
+    uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    wide *= scale;
+    std::memcpy(&bits, &wide, 4);
+    if (wide != wide) return (uint16_t)((bits >> 16) | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void lookup_share(void* argument, int thread, int num_threads) {
+    const Lookup& l = *(const Lookup*)argument;
+    const int64_t from = l.num_ids * thread / num_threads;
+    const int64_t to = l.num_ids * (thread + 1) / num_threads;
+    for (int64_t i = from; i < to; ++i) {
+        const uint16_t* row = l.packed + l.ids[i] / kBlockRows * block_size(l.num_inputs) +
+                              l.ids[i] % kBlockRows * 2;
+        uint16_t* out = l.out + i * l.num_inputs;
+        for (int64_t k = 0; k < l.num_inputs; ++k)
+            out[k] = row[k / 2 * 2 * kBlockRows + k % 2];
+        if (l.scale == 1.0f) continue;
+        for (int64_t k = 0; k < l.num_inputs; ++k) out[k] = scaled(out[k], l.scale);
+    }
+}
+
+}  // namespace
+
+int32_t hr_interface_version(void) { return HR_INTERFACE_VERSION; }
+
+int64_t hr_op_bytes(void) { return sizeof(hr_op); }
+int64_t hr_group_bytes(void) { return sizeof(hr_group); }
+int64_t hr_step_bytes(void) { return sizeof(hr_step); }
+
+int32_t hr_machine(void) {
+    __builtin_cpu_init();
+    int32_t found = 0;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= 1 << HR_AVX2;
+    if (!(found & 1 << HR_AVX2)) return found;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        found |= 1 << HR_AVX512;
+        if (__builtin_cpu_supports("avx512bf16")) found |= 1 << HR_AVX512_BF16;
+        unsigned a, b, c, d;
+        // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE.
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1))
+            found |= 1 << 8;
+    }
+    return found;
+}
+
+hr_pool* hr_pool_new(int32_t num_threads) {
+    try {
+        return new hr_pool(num_threads);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+void hr_pool_free(hr_pool* pool) { delete pool; }
+
+int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step) {
+    constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {hr_work_avx2, hr_work_avx512,
+                                                      hr_work_avx512_bf16};
+    try {
+        Work work = {};
+        work.ops = ops;
+        work.num_ops = num_ops;
+        work.step = step;
+        work.meet = meet;
+        work.barrier = &pool->threads.barrier;
+        prepare(pool->memory, work, pool->threads.num_threads);
+        Call call = {&work, kFunctions[isa]};
+        pool->threads.run(run_call, &call);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+}
+
+void hr_pack(hr_pool* pool, const uint16_t* rows, int64_t num_rows, int64_t num_inputs,
+             uint16_t* packed, int64_t first_row, int32_t lanes) {
+    Packing packing = {rows, num_rows, num_inputs, packed, first_row, lanes};
+    pool->threads.run(pack_share, &packing);
+}
+
+void hr_lookup(hr_pool* pool, const uint16_t* packed, int64_t num_inputs, const int64_t* ids,
+               int64_t num_ids, float scale, uint16_t* out) {
+    Lookup lookup = {packed, num_inputs, ids, num_ids, scale, out};
+    if (num_ids < kLookupTogether) {
+        lookup_share(&lookup, 0, 1);
+    } else {
+        pool->threads.run(lookup_share, &lookup);
+    }
+}

@@ -1,0 +1,101 @@
+#include "pool.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int kSpins = 2000;       // pauses before others get the processor
+constexpr int kIdleSpins = 4000;   // pauses after a call before a thread sleeps: about 0.1 ms
+constexpr unsigned kFlushDenormals = 0x8040;  // MXCSR: flush to zero, denormals are zero
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+void Barrier::wait() {
+    if (num_threads_ == 1) return;
+    const uint32_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
+        arrived_.store(0, std::memory_order_relaxed);
+        round_.store(round + 1, std::memory_order_release);
+        return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
+        if (spins < kSpins) {
+            _mm_pause();
+        } else {
+            sched_yield();
+        }
+    }
+}
+
+ThreadPool::ThreadPool(int num_threads) : num_threads(num_threads), barrier(num_threads) {
+    try {
+        for (int thread = 1; thread < num_threads; ++thread) {
+            threads_.emplace_back([this, thread] { serve(thread); });
+        }
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
+    function_ = nullptr;
+    call_.fetch_add(1, std::memory_order_seq_cst);
+    wake_all(call_);
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void ThreadPool::run(Function function, void* argument) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | kFlushDenormals);
+    if (num_threads > 1) {
+        function_ = function;
+        argument_ = argument;
+        num_running_.store(num_threads - 1, std::memory_order_relaxed);
+        call_.fetch_add(1, std::memory_order_seq_cst);
+        if (num_asleep_.load(std::memory_order_seq_cst) > 0) wake_all(call_);
+    }
+    function(argument, 0, num_threads);
+    for (int spins = 0; num_running_.load(std::memory_order_acquire) > 0; ++spins) {
+        if (spins < kSpins) {
+            _mm_pause();
+        } else {
+            sched_yield();
+        }
+    }
+    _mm_setcsr(before);
+}
+
+void ThreadPool::serve(int thread) {
+    _mm_setcsr(_mm_getcsr() | kFlushDenormals);
+    uint32_t seen = 0;
+    while (true) {
+        for (int spins = 0; call_.load(std::memory_order_acquire) == seen; ++spins) {
+            if (spins < kIdleSpins) {
+                _mm_pause();
+                continue;
+            }
+            num_asleep_.fetch_add(1, std::memory_order_seq_cst);
+            sleep_while(call_, seen);  // returns at once if a call has begun
+            num_asleep_.fetch_sub(1, std::memory_order_relaxed);
+        }
+        ++seen;
+        if (function_ == nullptr) return;
+        function_(argument_, thread, num_threads);
+        num_running_.fetch_sub(1, std::memory_order_release);
+    }
+}

@@ -1,0 +1,47 @@
+// A pool of threads that run one function together and meet at barriers inside it.
+//
+// Threads spin while a call runs and for a moment after it, then sleep: an idle pool takes no CPU.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+// All threads of a call meet here. Waiting spins, and lets others run when that takes long.
+class Barrier {
+  public:
+    explicit Barrier(int num_threads) : num_threads_(num_threads) {}
+    void wait();
+
+  private:
+    const int num_threads_;
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+class ThreadPool {
+  public:
+    using Function = void (*)(void* argument, int thread, int num_threads);
+
+    explicit ThreadPool(int num_threads);  // may throw std::system_error
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+
+    // Returns when all threads have run `function`; the caller is thread 0.
+    void run(Function function, void* argument);
+
+    const int num_threads;
+    Barrier barrier;
+
+  private:
+    void serve(int thread);
+    void stop();
+
+    Function function_ = nullptr;  // null: end
+    void* argument_ = nullptr;
+    alignas(64) std::atomic<uint32_t> call_{0};
+    alignas(64) std::atomic<int> num_asleep_{0};
+    alignas(64) std::atomic<int> num_running_{0};
+    std::vector<std::thread> threads_;
+};

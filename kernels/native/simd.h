@@ -1,0 +1,179 @@
+// Vectors of floats for the instruction set that the including file is compiled for.
+//
+// The including file defines HR_LANES (8 or 16) and, with native bf16 products, HR_HAS_BF16.
+// Everything is static, so that no function compiled for one instruction set is shared with
+// another.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+typedef uint16_t bf16;
+
+// Into all caches. Not the intrinsic: gcc removes calls of functions that do nothing else.
+inline void prefetch(const void* line) {
+    asm volatile("prefetcht0 %0" : : "m"(*(const char*)line));
+}
+
+inline float to_float(bf16 value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+#if HR_LANES == 16
+
+typedef __m512 Vec;
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec splat(float x) { return _mm512_set1_ps(x); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b if either is not a number
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec round_to_int(Vec a) { return _mm512_roundscale_ps(a, 0); }
+inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
+    return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), _mm512_setzero_ps());
+}
+inline Vec times_power_of_two(Vec v, Vec n) {  // n integral, -126 ... 127
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+    return _mm512_mul_ps(v, _mm512_castsi512_ps(
+        _mm512_add_epi32(bits, _mm512_set1_epi32(127 << 23))));
+}
+inline Vec wide(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+inline Vec load(const bf16* p) { return wide(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m256i narrow(Vec v) {  // to nearest even; not-a-number stays one
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    up = _mm512_mask_or_epi32(up, is_nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+}
+inline void store(bf16* p, Vec v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
+inline float sum(Vec v) {
+    const __m256 low = _mm512_castps512_ps256(v);
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+    const __m256 eight = _mm256_add_ps(low, high);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+#else
+
+typedef __m256 Vec;
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec splat(float x) { return _mm256_set1_ps(x); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }  // b if either is not a number
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec round_to_int(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | 8); }
+inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v);
+}
+inline Vec times_power_of_two(Vec v, Vec n) {  // n integral, -126 ... 127
+    const __m256i bits = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_mul_ps(v, _mm256_castsi256_ps(
+        _mm256_add_epi32(bits, _mm256_set1_epi32(127 << 23))));
+}
+inline Vec wide(__m128i halves) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+inline Vec load(const bf16* p) { return wide(_mm_loadu_si128((const __m128i*)p)); }
+inline __m128i narrow(Vec v) {  // to nearest even; not-a-number stays one
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256 is_nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+    const __m256i chosen = _mm256_castps_si256(
+        _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(quiet), is_nan));
+    const __m256i halves = _mm256_srli_epi32(chosen, 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+inline void store(bf16* p, Vec v) { _mm_storeu_si128((__m128i*)p, narrow(v)); }
+inline float sum(Vec v) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+#endif
+
+// The first n of HR_LANES elements; the others are 0. The same arithmetic serves tails.
+template <typename T>
+inline Vec load_some(const T* p, int64_t n) {
+    if (n >= HR_LANES) return load(p);
+    T padded[HR_LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+
+template <typename T>
+inline void store_some(T* p, Vec v, int64_t n) {
+    if (n >= HR_LANES) {
+        store(p, v);
+        return;
+    }
+    T padded[HR_LANES];
+    store(padded, v);
+    memcpy(p, padded, n * sizeof(T));
+}
+
+inline float largest(Vec v) {  // of the numbers; those that are none are passed over
+    float lanes[HR_LANES];
+    store(lanes, v);
+    float most = lanes[0];
+    for (int i = 1; i < HR_LANES; ++i) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+// e^x with about one unit in the last place; exactly 1 at 0, 0 below -87.3, finite above 88.
+// Cody-Waite reduction by ln 2 in two parts, then the Taylor polynomial of degree 7.
+inline Vec exponential(Vec x) {
+    const Vec low = splat(-87.3f);
+    const Vec bounded = max(low, min(splat(88.0f), x));
+    const Vec n = round_to_int(mul(bounded, splat(1.44269504f)));
+    Vec r = fma(n, splat(-0.693359375f), bounded);
+    r = fma(n, splat(2.12194440e-4f), r);
+    Vec p = splat(1.0f / 5040.0f);
+    p = fma(p, r, splat(1.0f / 720.0f));
+    p = fma(p, r, splat(1.0f / 120.0f));
+    p = fma(p, r, splat(1.0f / 24.0f));
+    p = fma(p, r, splat(1.0f / 6.0f));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r, splat(1.0f));
+    p = fma(p, r, splat(1.0f));
+    return zero_below(times_power_of_two(p, n), x, low);
+}
+
+inline Vec silu(Vec x) { return div(x, add(splat(1.0f), exponential(sub(splat(0.0f), x)))); }
+
+// 0.5 x (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3).
+inline Vec gelu_tanh(Vec x) {
+    const Vec cube = mul(mul(x, x), x);
+    const Vec u = mul(splat(0.7978845608f), fma(splat(0.044715f), cube, x));
+    return div(x, add(splat(1.0f), exponential(mul(splat(-2.0f), u))));
+}
+
+inline Vec tanh_of(Vec x) {
+    const Vec e = exponential(mul(splat(-2.0f), x));
+    return div(sub(splat(1.0f), e), add(splat(1.0f), e));
+}
+
+}  // namespace

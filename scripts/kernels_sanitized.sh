@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Tests of the native kernels with the address and undefined-behaviour sanitizers, on a copy of the
+# package built for it. usage: scripts/kernels_sanitized.sh [PYTEST ARGUMENTS]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin="${VENV:-.venv}/bin"
+copy="build/sanitized"
+
+rm -rf "$copy"
+mkdir -p "$copy/source"
+cp -r pyproject.toml setup.py README.md LICENSE configs kernels workers executors engine_core \
+    frontend headrace "$copy/source"
+find "$copy/source" -name '*.so' -delete
+flags="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
+CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
+    "$bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
+    --target "$copy/package" "$copy/source"
+test -e "$copy/package/headrace/kernels/native/libheadrace_kernels.so"
+
+# Python itself never gives all its memory back.
+ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so)" \
+    PYTHONPATH="$PWD/$copy/package" OMP_NUM_THREADS=1 \
+    "$bin/pytest" -q -p no:cacheprovider tests/kernels/test_native_products.py \
+    tests/kernels/test_native_attention.py tests/kernels/test_native_rows.py \
+    tests/workers/test_native_decoder.py "$@"

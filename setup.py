@@ -1,0 +1,72 @@
+"""Builds the native CPU kernels; everything else about the package is in pyproject.toml.
+
+The build is optional: without a compiler, or on another system or processor, the package is
+installed without them and computes with torch.
+"""
+
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("kernels") / "native"
+MODULE = "headrace.kernels.native.libheadrace_kernels"
+COMPILE_ARGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # an fma stands where the source says so, on every path
+    "-fno-math-errno",
+    "-pthread",
+    # gcc 12 warns about its own intrinsics.
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+]
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+# One build has all instruction sets: a file each, and a choice at run time.
+ISA_ARGS = {
+    "isa_avx2.cpp": AVX2,
+    "isa_avx512.cpp": AVX512,
+    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+}
+
+
+class BuildNative(build_ext):
+    """A shared library, not a Python module: its name has no Python version in it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        newest = max(Path(name).stat().st_mtime for name in [*ext.sources, *ext.depends])
+        if target.exists() and target.stat().st_mtime > newest and not self.force:
+            return
+        objects: list[str] = []
+        for source in ext.sources:
+            args = [*COMPILE_ARGS, *ISA_ARGS.get(Path(source).name, [])]
+            objects += self.compiler.compile(
+                [source], output_dir=self.build_temp, extra_postargs=args, depends=ext.depends
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(
+            objects, str(target), extra_postargs=["-pthread"], target_lang="c++"
+        )
+
+
+def extensions() -> list[Extension]:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    sources = sorted(str(path) for path in NATIVE.glob("*.cpp"))
+    headers = [*sorted(str(path) for path in NATIVE.glob("*.h")), "setup.py"]
+    return [Extension(MODULE, sources, depends=headers, optional=True)]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})

@@ -1,0 +1,274 @@
+"""A decoder whose steps run as one native call: a list of operations made from its modules."""
+
+import ctypes
+import math
+import mmap
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from headrace.kernels.native import (
+    Epilogue,
+    Kind,
+    NativeKernels,
+    NativeMetadata,
+    NativePlanner,
+    Op,
+    PackedMatrix,
+    Step,
+    packed_shape,
+)
+from headrace.kernels.native.interface import MAX_ROPES, Group
+from headrace.workers.kv_cache import KVCache
+from headrace.workers.layers import Attention, Embedding, PackedLinear, RMSNorm
+from headrace.workers.models.decoder import Decoder, DecoderLayer, StepAttention, StepPlanner
+from headrace.workers.models.decoder_config import DecoderConfig
+from headrace.workers.protocol import KVCacheSpec
+
+_GATED_EPILOGUES = {
+    "silu": Epilogue.SILU_MUL,
+    "swish": Epilogue.SILU_MUL,
+    "gelu_pytorch_tanh": Epilogue.GELU_MUL,
+    "gelu_new": Epilogue.GELU_MUL,
+}
+_MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attention item
+
+# Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream.
+_RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS = range(7)
+_MIN_ROWS = 16
+
+
+def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
+    """Why the native kernels cannot run this model; None if they can."""
+    attention = config.attention
+    if dtype is not torch.bfloat16:
+        return f"they compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if config.activation not in _GATED_EPILOGUES:
+        return f"they do not have the activation {config.activation}"
+    if attention.head_dim % 2 or attention.num_heads % attention.num_kv_heads:
+        return f"they cannot split {attention.num_heads} heads of {attention.head_dim} values"
+    if attention.num_heads // attention.num_kv_heads > _MAX_HEADS_TOGETHER:
+        return f"more than {_MAX_HEADS_TOGETHER} query heads share a K and V head"
+    if len(config.ropes) > MAX_ROPES:
+        return f"it has more than {MAX_ROPES} rotary embeddings"
+    return None
+
+
+class NativeDecoder(Decoder):
+    """Same weights, same results within rounding, bitwise the same for any batch.
+
+    The residual stream and the cache are bfloat16; everything between two roundings to it, such as
+    norm and rotary embedding of a head, or activation and product, is float32.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, kernels: NativeKernels) -> None:
+        super().__init__(config, dtype)
+        self.kernels = kernels
+        self._layer_ops: ctypes.Array[Op] | None = None
+        self._planned_for: KVCache | None = None
+        self._head_ops: ctypes.Array[Op] | None = None
+        self._row_buffers: dict[int, torch.Tensor] = {}
+
+    def allocate(self, max_model_len: int) -> None:
+        """As `Decoder.allocate`; matrices get zeroed memory in the layout of the products.
+
+        A head that shares the embedding's weight keeps it in that layout, and so does the lookup.
+        """
+        modules = list(self._matrices())
+        shapes = [packed_shape(*module.weight.shape) for module in modules]
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = _huge_pages(sum(sizes)).split(sizes)
+        gated = {id(layer.mlp.gate_up) for layer in self._layers()}
+        for module, shape, data in zip(modules, shapes, memory, strict=True):
+            num_outputs, num_inputs = module.weight.shape
+            module.pack(
+                PackedMatrix(
+                    data.view(shape), num_outputs, num_inputs, self.kernels, id(module) in gated
+                )
+            )
+        super().allocate(max_model_len)
+
+    def planners(self, spec: KVCacheSpec) -> list[StepPlanner]:
+        return [NativePlanner(group.window) for group in spec.groups]
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Sequence[StepAttention],
+    ) -> torch.Tensor:
+        """As `Decoder.forward`, in one native call."""
+        if self._planned_for is not kv_cache:
+            self._layer_ops = _op_array(self._plan_layers(kv_cache))
+            self._planned_for = kv_cache
+        assert self._layer_ops is not None
+        residual = embedded.clone()
+        groups = [group for group in metadata if isinstance(group, NativeMetadata)]
+        assert len(groups) == len(kv_cache.spec.groups)
+        step = self._step(residual)
+        step.positions = positions.data_ptr()
+        step.block_size = kv_cache.spec.block_size
+        step.num_sequences = len(groups[0].context_lens)
+        step.query_starts = _address(groups[0].query_starts)
+        step.context_lens = _address(groups[0].context_lens)
+        step.num_groups = len(groups)
+        group_structs = (Group * len(groups))()
+        for struct, group in zip(group_structs, groups, strict=True):
+            struct.slots, struct.window = _address(group.slot_addresses), group.window or 0
+        step.groups = group_structs
+        for index, table in enumerate(self.rotary_tables):
+            step.ropes[index] = table.data_ptr()
+        self.kernels.run(self._layer_ops, step)
+        return residual
+
+    def compute_logits(self, residual: torch.Tensor) -> torch.Tensor:
+        """As `Decoder.compute_logits`; the logits are never rounded to bfloat16."""
+        if self._head_ops is None:
+            head = self.embedding if self.head is None else self.head
+            op = _product(head, _RESIDUAL, _LOGITS, Epilogue.STORE_F32, self.norm)
+            self._head_ops = _op_array([op])
+        residual = residual.contiguous()
+        logits = torch.empty(residual.shape[0], self.config.vocab_size)
+        step = self._step(residual)
+        step.buffers[_LOGITS], step.strides[_LOGITS] = logits.data_ptr(), logits.stride(0)
+        self.kernels.run(self._head_ops, step)
+        cap = self.config.final_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
+
+    def _matrices(self) -> Iterator[PackedLinear | Embedding]:
+        """In the order in which a step reads them."""
+        for layer in self._layers():
+            yield from (layer.attention.qkv, layer.attention.output)
+            yield from (layer.mlp.gate_up, layer.mlp.down)
+        yield self.embedding if self.head is None else self.head
+
+    def _plan_layers(self, kv_cache: KVCache) -> list[Op]:
+        ops: list[Op] = []
+        for layer, layer_config, pages, group in zip(
+            self._layers(),
+            self.config.layers,
+            kv_cache.layer_pages,
+            kv_cache.layer_groups,
+            strict=True,
+        ):
+            qkv, gate_up = layer.attention.qkv, layer.mlp.gate_up
+            ops.append(_product(qkv, _RESIDUAL, _QKV, Epilogue.STORE, layer.input_norm))
+            ops.append(_attention(layer.attention, layer_config.rope, pages, group))
+            ops += _joining(layer.attention.output, _ATTENDED, layer.attention_post_norm)
+            epilogue = _GATED_EPILOGUES[self.config.activation]
+            ops.append(_product(gate_up, _RESIDUAL, _INNER, epilogue, layer.mlp_norm))
+            ops += _joining(layer.mlp.down, _INNER, layer.mlp_post_norm)
+        return ops
+
+    def _step(self, residual: torch.Tensor) -> Step:
+        """The buffers for as many tokens as `residual` [num_tokens, hidden_size] has."""
+        num_tokens = residual.shape[0]
+        if not self._row_buffers or num_tokens > self._row_buffers[_NORMED].shape[0]:
+            self._row_buffers = self._make_row_buffers(max(_MIN_ROWS, num_tokens))
+        step = Step(num_tokens=num_tokens)
+        for number, buffer in (*self._row_buffers.items(), (_RESIDUAL, residual)):
+            step.buffers[number], step.strides[number] = buffer.data_ptr(), buffer.stride(0)
+        return step
+
+    def _make_row_buffers(self, num_rows: int) -> dict[int, torch.Tensor]:
+        attention, hidden = self.config.attention, self.config.hidden_size
+        num_heads = attention.num_heads + 2 * attention.num_kv_heads
+        widths = {
+            _NORMED: hidden,
+            _QKV: num_heads * attention.head_dim,
+            _ATTENDED: attention.num_heads * attention.head_dim,
+            _INNER: self.config.inner_size,
+        }
+        if self.config.post_norms:
+            widths[_BRANCH] = hidden
+        return {
+            number: torch.empty(num_rows, width, dtype=self.dtype)
+            for number, width in widths.items()
+        }
+
+
+def _product(
+    module: PackedLinear | Embedding,
+    source: int,
+    target: int,
+    epilogue: Epilogue,
+    norm: RMSNorm | None = None,
+) -> Op:
+    """A product of the rows of `source`, normalized first if there is a `norm`."""
+    matrix = module.packed
+    assert matrix is not None
+    bias = module.bias if isinstance(module, PackedLinear) else None
+    return Op(
+        kind=Kind.PRODUCT,
+        epilogue=epilogue,
+        input=source,
+        output=target,
+        normed=_NORMED,
+        weight=matrix.data.data_ptr(),
+        norm=0 if norm is None else norm.weight.data_ptr(),
+        eps=0.0 if norm is None else norm.eps,
+        bias=0 if bias is None else bias.data_ptr(),
+        num_outputs=matrix.num_outputs,
+        num_inputs=matrix.num_inputs,
+    )
+
+
+def _joining(module: PackedLinear, source: int, post_norm: RMSNorm | None) -> list[Op]:
+    """The end of a branch: its last product, perhaps normalized, joins the residual stream."""
+    if post_norm is None:
+        return [_product(module, source, _RESIDUAL, Epilogue.ADD)]
+    return [
+        _product(module, source, _BRANCH, Epilogue.STORE),
+        Op(
+            kind=Kind.NORM_ADD,
+            input=_BRANCH,
+            output=_RESIDUAL,
+            norm=post_norm.weight.data_ptr(),
+            num_inputs=post_norm.weight.shape[0],
+            eps=post_norm.eps,
+        ),
+    ]
+
+
+def _attention(attention: Attention, rope: int, pages: torch.Tensor, group: int) -> Op:
+    """Head norms, rotary embedding, cache write and attention."""
+    shape, head_norm = attention.shape, attention.head_norm
+    return Op(
+        kind=Kind.ATTENTION,
+        input=_QKV,
+        output=_ATTENDED,
+        rope=rope,
+        norm=0 if head_norm is None else head_norm.weight.data_ptr(),
+        eps=0.0 if head_norm is None else head_norm.eps,
+        scale=shape.scale,
+        soft_cap=shape.soft_cap or 0.0,
+        group=group,
+        pages=pages.data_ptr(),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+
+
+def _op_array(ops: Sequence[Op]) -> "ctypes.Array[Op]":
+    return (Op * len(ops))(*ops)
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _huge_pages(num_elements: int) -> torch.Tensor:
+    """Zeroed bf16 memory that the system may back with huge pages."""
+    memory = mmap.mmap(-1, 2 * num_elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16)  # keeps the memory alive
