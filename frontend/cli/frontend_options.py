@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from headrace.configs.environment import LOG_LEVELS
-from headrace.configs.errors import ConfigurationError
+from headrace.configs.errors import ConfigurationError, InvalidRequestError
 from headrace.configs.options import check_options, option, parse_size
 from headrace.frontend.http.limits import RequestLimits
 from headrace.frontend.http.listener import CrossOrigin, ServerOptions, Tls
@@ -97,6 +97,11 @@ class FrontendOptions:
     h11_max_incomplete_event_size: int = _option(
         _LIMITS.max_header_bytes, "most bytes of a request's headers", minimum=1, parse=parse_size
     )
+    shutdown_timeout: float = _option(
+        ServerOptions.shutdown_timeout,
+        "seconds that running requests may take to finish after SIGTERM or SIGINT; 0: none",
+        minimum=0, flags=["--drain-timeout"],
+    )  # fmt: skip
     strict: bool = _option(
         False, "refuse unknown request fields, and listening to others without an API key"
     )
@@ -154,6 +159,7 @@ class FrontendOptions:
             max_log_len=self.max_log_len,
             enable_server_load_tracking=self.enable_server_load_tracking,
             access_log=self.access_log,
+            shutdown_timeout=self.shutdown_timeout,
         )
 
     def _root_path(self) -> str:
@@ -198,9 +204,22 @@ def _joined(words: Any) -> tuple[str, ...]:
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """The text of a template that is given as a file or as itself. Raises ConfigurationError."""
-    if given is None:
-        return None
+    """The text of a template that is given as a file or as itself, and compiles.
+
+    Raises ConfigurationError.
+    """
+    source = None if given is None else _chat_template_text(given)
+    if source is not None:
+        from headrace.frontend.template_sandbox import compile_template  # jinja2: not for --help
+
+        try:
+            compile_template(source)
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"--chat-template: {error}") from error
+    return source
+
+
+def _chat_template_text(given: str) -> str:
     try:
         if Path(given).is_file():
             return Path(given).read_text()

@@ -58,7 +58,6 @@ _BY_PURPOSE: dict[str, tuple[str, ...]] = {
         "eplb-config", "expert-placement-strategy", "all2all-backend", "enable-elastic-ep",
         "elastic-ep-max-dp-size", "moe-backend", "enable-return-routed-experts",
     ),
-    "waiting for requests at the end": ("shutdown-timeout", "drain-timeout"),
     "quantized weights": ("quantization-config", "allow-deprecated-quantization"),
     "reading weights": ("safetensors-load-strategy",),
     "pooling models": ("io-processor-plugin", "pooler-config"),

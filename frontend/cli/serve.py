@@ -5,11 +5,12 @@ import logging
 import os
 from typing import Any
 
-from headrace.configs.engine_args import DEFAULT_MODEL, AsyncEngineArgs
-from headrace.configs.environment import API_KEY, read, read_log_level
+from headrace.configs.engine_args import AsyncEngineArgs
+from headrace.configs.environment import API_KEY, read
 from headrace.configs.options import add_options
 from headrace.configs.process_times import process_creation_time
 from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.frontend.cli.engine_options import add_model_argument, engine_args_of, log_to_stderr
 from headrace.frontend.cli.frontend_options import FrontendOptions
 from headrace.frontend.http.listener import listening
 
@@ -35,36 +36,11 @@ def add_parser(subparsers: Any) -> None:
     AsyncEngineArgs.add_cli_args(parser)
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the positional MODEL, and `--model` for those who type it."""
-    parser.add_argument(
-        "model_tag",
-        nargs="?",
-        default=None,
-        metavar="MODEL",
-        help="a directory or .gguf file, an alias such as smollm2-135m or gemma3-270m, or a hub id "
-        f"(default: {DEFAULT_MODEL})",
-    )
-    parser.add_argument("--model", dest="model", default=DEFAULT_MODEL, help=argparse.SUPPRESS)
-
-
-def engine_args_of(args: argparse.Namespace) -> AsyncEngineArgs:
-    """The engine arguments of a command line that has MODEL and the engine options.
-
-    Raises ConfigurationError or UnsupportedFeatureError for what cannot work, before any start.
-    """
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    engine_args.check()
-    return engine_args
-
-
 def run(args: argparse.Namespace) -> int:
     """Bind the port, start the engine, serve. Raises HeadraceError."""
     began = process_creation_time(os.getpid())
     log_to_stderr(logging.INFO, args.log_level)
-    engine_args = engine_args_of(args)
+    engine_args = engine_args_of(args, AsyncEngineArgs)
     options = FrontendOptions.from_cli_args(args).server_options(
         read(API_KEY, os.environ), logs_requests=engine_args.logs_requests
     )
@@ -72,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
     with listening(options) as listener:
         process = EngineCoreProcess()  # imports torch while the rest is imported here
         from headrace.frontend.async_engine import AsyncEngine
+        from headrace.frontend.startup_report import StartupReport
 
-        engine = AsyncEngine(engine_args, began=began, process=process)
+        engine = AsyncEngine(engine_args, StartupReport(began), process)
         from headrace.frontend.http.server import serve
 
         return serve(engine, options, listener)
@@ -82,14 +59,3 @@ def run(args: argparse.Namespace) -> int:
 def _set_http_log(level: str, access_log: bool) -> None:
     logging.getLogger("uvicorn").setLevel(level.upper())
     logging.getLogger("uvicorn.access").setLevel("INFO" if access_log else level.upper())
-
-
-def log_to_stderr(default: int, given: str | None = None) -> None:
-    """Send headrace's log, and warnings of others, to stderr.
-
-    The level is `given`, else that of HEADRACE_LOGGING_LEVEL, else `default`.
-    """
-    name = given or read_log_level(os.environ)
-    level = logging.getLevelNamesMapping()[name.upper()] if name else default
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
-    logging.getLogger("headrace").setLevel(level)

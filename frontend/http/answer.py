@@ -1,8 +1,6 @@
 """What the answers of completions and chat have in common: whole, or in chunks as they come."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -35,7 +33,8 @@ class UsageCounter:
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Count an output."""
-        self._num_generated += sum(len(choice.token_ids) for choice in output.outputs)
+        for choice in output.outputs:
+            self._num_generated += len(choice.token_ids)
         if output.num_cached_tokens is not None:
             self._num_cached[prompt_index] = output.num_cached_tokens
 
@@ -67,8 +66,7 @@ class UsageReport:
         return counter.usage() if self._in_chunks else None
 
 
-@dataclass(frozen=True)
-class ChunkFrame:
+class ChunkFrame(msgspec.Struct, frozen=True):
     """What a chunk has beside its choices."""
 
     usage: Usage | UnsetType | None
@@ -104,6 +102,7 @@ class Answer(ABC, Generic[DeltaT]):
         if body.return_effective_params:
             room = config.max_model_len - min(len(prompt.token_ids) for prompt in prompts)
             self.effective = effective_params(plan, config, room)
+        self._shows_tokens = plan.num_logprobs is not None or self.returns_ids
         self._prompt_scores: dict[int, list[Scores | None]] = {}
         self._started: set[int] = set()
         self._is_first_chunk = True
@@ -131,16 +130,18 @@ class Answer(ABC, Generic[DeltaT]):
 
     def chunks(
         self, choice: int, output: CompletionOutput, usage: UsageCounter
-    ) -> Iterator[msgspec.Struct]:
+    ) -> list[msgspec.Struct]:
         """Events for a delta of a choice; none while its text is held back."""
+        events: list[msgspec.Struct] = []
         counts = self.report.in_chunk(usage)
         if self.is_new(choice):
             for opening in self.openings(choice):
-                yield self._framed(opening, choice, counts, is_last=False)
-        if self._has_news(output):
-            is_end = output.finish_reason is not None
+                events.append(self._framed(opening, choice, counts, is_last=False))
+        is_end = output.finish_reason is not None
+        if is_end or output.text or (self._shows_tokens and output.token_ids):
             delta = self.delta(choice, output)
-            yield self._framed(delta, choice, counts, is_end and not self.report.at_end)
+            events.append(self._framed(delta, choice, counts, is_end and not self.report.at_end))
+        return events
 
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         """The last event of a stream whose client asked for usage."""
@@ -166,12 +167,6 @@ class Answer(ABC, Generic[DeltaT]):
 
     def token_ids(self, output: CompletionOutput) -> list[int] | None:
         return list(output.token_ids) if self.returns_ids else None
-
-    def _has_news(self, output: CompletionOutput) -> bool:
-        if output.text or output.finish_reason is not None:
-            return True
-        shows_tokens = self.plan.num_logprobs is not None or self.returns_ids
-        return shows_tokens and bool(output.token_ids)
 
     def _framed(
         self, delta: DeltaT, choice: int, usage: Usage | UnsetType | None, is_last: bool

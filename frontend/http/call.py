@@ -3,7 +3,8 @@
 import time
 import urllib.parse
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -24,6 +25,7 @@ from headrace.frontend.http.request_ids import valid_label
 from headrace.frontend.http.sampling import SamplingRules
 from headrace.frontend.http.server_state import ServerState
 
+T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=RequestBody)
 MAX_NAMED_FIELDS = 20
 PRIORITY_HEADERS = ("x-headrace-priority", "x-vllm-priority")
@@ -41,12 +43,14 @@ class Call:
         self.warnings: list[str] = []
         self._label = valid_label(request.headers.get("x-request-id"))
         self._unknown_fields: list[str] = []
+        self._num_body_bytes = 0
 
     async def read(self, kind: type[BodyT], known: Mapping[str, Unsupported]) -> BodyT:
         """Read and check the body. Raises RequestRefused and InvalidRequestError."""
         limits = self.state.options.limits
-        data = await read_body(self.request, limits.max_body_bytes)
-        decoded = decode_body(data, kind, limits)
+        data = await self.state.shutdown.guard(read_body(self.request, limits.max_body_bytes))
+        self._num_body_bytes = len(data)
+        decoded = await self.compute(partial(decode_body, data, kind, limits))
         body = decoded.fields
         if body.request_id is not None and self._label is None:
             self._label = valid_label(body.request_id)
@@ -57,7 +61,9 @@ class Call:
                     "request_id",
                 )
         check_model_name(self.config, body.model)
-        self._unknown_fields = check_other_fields(decoded.raw, decoded.others(), known)
+        self._unknown_fields = await self.compute(
+            lambda: check_other_fields(decoded.raw, decoded.others(), known)
+        )
         if self._unknown_fields:
             self.state.metrics.count_unknown_fields(len(self._unknown_fields))
             if self.state.options.strict:
@@ -66,9 +72,13 @@ class Call:
         self._check_rank()
         return body
 
+    async def compute(self, work: Callable[[], T]) -> T:
+        """The result of `work` on the body; in a thread if the body is big."""
+        return await self.state.pool.run(work, self._num_body_bytes)
+
     @property
     def config(self) -> ModelConfig:
-        return self.state.ready_engine().model_config
+        return self.state.engine.model_config
 
     def rules(self) -> SamplingRules:
         return SamplingRules(self.config, self.state.options.limits)
@@ -90,7 +100,7 @@ class Call:
 
     def connection(self) -> ClientConnection:
         """Watch the client from here on; the body must have been read."""
-        return ClientConnection(self.request.receive, self.state.stopping)
+        return ClientConnection(self.request.receive, self.state.shutdown)
 
     @property
     def label(self) -> str:

@@ -38,16 +38,12 @@ async def create_chat_completion(call: Call) -> Response:
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if given is None:  # the model's limit, or the rest of the window
         given = default_max_tokens(rules.config.default_sampling_params)
-    plan = make_sampling_plan(
-        body,
-        rules,
-        ScoreRequest(
-            "top_logprobs",
-            output=_num_logprobs(body),
-            prompt=None if body.stream else body.prompt_logprobs,
-        ),
-        max_tokens=given,
+    scores = ScoreRequest(
+        "top_logprobs",
+        output=_num_logprobs(body),
+        prompt=None if body.stream else body.prompt_logprobs,
     )
+    plan = await call.compute(lambda: make_sampling_plan(body, rules, scores, max_tokens=given))
     messages = checked_messages(body, rules.limits)
     return await respond(
         call,

@@ -19,7 +19,12 @@ from headrace.frontend.http.responses import (
     CompletionResponse,
     Usage,
 )
-from headrace.frontend.http.sampling import SamplingPlan, ScoreRequest, make_sampling_plan
+from headrace.frontend.http.sampling import (
+    SamplingPlan,
+    SamplingRules,
+    ScoreRequest,
+    make_sampling_plan,
+)
 from headrace.frontend.http.tokenizing import prompt_extras, tokenize_params
 from headrace.frontend.outputs import CompletionOutput
 
@@ -31,8 +36,22 @@ async def create_completion(call: Call) -> Response:
     body = await call.read(CompletionBody, COMPLETION_FIELDS)
     rules = call.rules()
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    plan = await call.compute(lambda: _plan(body, rules, max_tokens))
+    given = await call.compute(
+        lambda: parse_prompts(body.prompt, rules.config.vocab_size, rules.limits.max_prompts)
+    )
+    return await respond(
+        call,
+        body,
+        plan,
+        _render(call, body, given, max_tokens),
+        lambda prompts: CompletionAnswer(call, body, plan, prompts),
+    )
+
+
+def _plan(body: CompletionBody, rules: SamplingRules, max_tokens: int) -> SamplingPlan:
     is_echo_alone = bool(body.echo) and max_tokens == 0
-    plan = make_sampling_plan(
+    return make_sampling_plan(
         body,
         rules,
         ScoreRequest(
@@ -43,14 +62,6 @@ async def create_completion(call: Call) -> Response:
         ),
         max_tokens=1 if is_echo_alone else max_tokens,
         keeps_output=not is_echo_alone,
-    )
-    given = parse_prompts(body.prompt, rules.config.vocab_size, rules.limits.max_prompts)
-    return await respond(
-        call,
-        body,
-        plan,
-        _render(call, body, given, max_tokens),
-        lambda prompts: CompletionAnswer(call, body, plan, prompts),
     )
 
 

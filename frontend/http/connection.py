@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from headrace.configs.errors import EngineNotReadyError
+from headrace.frontend.http.shutdown import Interrupted, Shutdown, going_down, run_until
 
 T = TypeVar("T")
 
@@ -18,35 +18,25 @@ class ClientDisconnected(Exception):
 class ClientConnection:
     """Watches one connection, from the end of the request's body to the end of the response."""
 
-    def __init__(self, receive: Receive, stopping: asyncio.Event) -> None:
+    def __init__(self, receive: Receive, shutdown: Shutdown) -> None:
         self._receive = receive
         self._gone = asyncio.create_task(self._until_gone())
-        self._stopping = asyncio.create_task(stopping.wait())
+        self._cut = asyncio.create_task(shutdown.cut.wait())
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; it is cancelled, and has ended, when this raises.
 
-        Raises ClientDisconnected, or EngineNotReadyError when the server goes down.
+        Raises ClientDisconnected, or EngineNotReadyError when the server cuts what runs.
         """
-        task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait(
-                {task, self._gone, self._stopping}, return_when=asyncio.FIRST_COMPLETED
-            )
-            if task.done():
-                return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-        if self._gone.done():
-            raise ClientDisconnected
-        raise EngineNotReadyError("the server is shutting down; try again on another one")
+            return await run_until(work, self._gone, self._cut)
+        except Interrupted:
+            raise ClientDisconnected if self._gone.done() else going_down() from None
 
     def close(self) -> None:
         """Stop watching."""
         self._gone.cancel()
-        self._stopping.cancel()
+        self._cut.cancel()
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

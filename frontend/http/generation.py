@@ -22,6 +22,7 @@ from headrace.frontend.http.sse import DONE, EventStreamResponse, encode_event
 from headrace.frontend.outputs import CompletionOutput, RequestOutput
 
 AnyAnswer = Answer[Any]
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,15 @@ class Generation:
     def usage_counter(self) -> UsageCounter:
         return UsageCounter(self.prompts, self.has_usage_details)
 
-    async def outputs(self, usage: UsageCounter) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt index, output) as they come, counted. Closing it aborts what still runs."""
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Outputs]:
+        """(prompt index, output) as they come. What still runs at the end is aborted."""
         with self.queue.admitted([len(prompt.token_ids) for prompt in self.prompts]):
             runs = [self._run(index) for index in range(len(self.prompts))]
-            async with contextlib.aclosing(_merge(runs)) as merged:
-                async for index, output in merged:
-                    if not self.plan.keeps_output:
-                        output.outputs = [_without_tokens(choice) for choice in output.outputs]
-                    usage.add(index, output)
-                    yield index, output
+            async with contextlib.aclosing(runs[0] if len(runs) == 1 else _merge(runs)) as outputs:
+                yield outputs
 
-    async def _run(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def _run(self, index: int) -> Outputs:
         outputs = self.engine.generate(
             self.prompts[index],
             self.plan.params,
@@ -59,6 +57,8 @@ class Generation:
         )
         async with _closing(outputs):
             async for output in outputs:
+                if not self.plan.keeps_output:
+                    output.outputs = [_without_tokens(choice) for choice in output.outputs]
                 yield index, output
 
 
@@ -106,8 +106,9 @@ async def _whole(generation: Generation, answer: AnyAnswer) -> msgspec.Struct:
     usage = generation.usage_counter()
     num_choices = generation.plan.n
     choices: dict[int, CompletionOutput] = {}
-    async with contextlib.aclosing(generation.outputs(usage)) as outputs:
+    async with generation.running() as outputs:
         async for prompt_index, output in outputs:
+            usage.add(prompt_index, output)
             answer.note_prompt(prompt_index, output)
             for choice in output.outputs:
                 choices[prompt_index * num_choices + choice.index] = choice
@@ -118,8 +119,9 @@ async def _whole(generation: Generation, answer: AnyAnswer) -> msgspec.Struct:
 
 async def _events(generation: Generation, answer: AnyAnswer) -> AsyncGenerator[bytes, None]:
     usage = generation.usage_counter()
-    async with contextlib.aclosing(generation.outputs(usage)) as outputs:
+    async with generation.running() as outputs:
         async for prompt_index, output in outputs:
+            usage.add(prompt_index, output)
             answer.note_prompt(prompt_index, output)
             first_choice = prompt_index * generation.plan.n
             events = [
@@ -140,18 +142,11 @@ def _without_tokens(choice: CompletionOutput) -> CompletionOutput:
     return CompletionOutput(choice.index, "", [], None, None, reason)
 
 
-async def _merge(
-    runs: list[AsyncGenerator[tuple[int, RequestOutput], None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _merge(runs: list[Outputs]) -> Outputs:
     """Items of all runs as they come. A consumer that is slow holds every run back."""
-    if len(runs) == 1:
-        async with contextlib.aclosing(runs[0]) as only_run:
-            async for pair in only_run:
-                yield pair
-        return
     queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=1)
 
-    async def pump(run: AsyncGenerator[tuple[int, RequestOutput], None]) -> None:
+    async def pump(run: Outputs) -> None:
         try:
             async with contextlib.aclosing(run):
                 async for pair in run:

@@ -1,5 +1,6 @@
 """Health, version and metrics routes, and the gate in front of all others."""
 
+import contextlib
 import functools
 import importlib.metadata
 
@@ -19,6 +20,7 @@ class ReadinessGate:
     """ASGI middleware: 503 for everything but liveness until the engine is ready.
 
     Afterwards (draining, dead) the public routes answer for themselves, everything else is 503.
+    What was let through runs on when the server drains, so it is counted.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
@@ -26,13 +28,19 @@ class ReadinessGate:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._passes(route_path(scope)):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = route_path(scope)
+        if not self._passes(path):
             try:
                 self._state.check_ready()
             except HeadraceError as error:
                 await error_response(error)(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        is_work = path not in PUBLIC_PATHS
+        with self._state.shutdown.running() if is_work else contextlib.nullcontext():
+            await self._app(scope, receive, send)
 
     def _passes(self, path: str) -> bool:
         status = self._state.status

@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 from headrace.frontend.http.errors import RequestRefused, describe_error
 from headrace.frontend.http.limits import RequestLimits
 from headrace.frontend.http.request_ids import valid_label
+from headrace.frontend.http.sse import DIRECT_SEND
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope["extensions"] = {DIRECT_SEND: {"send": cycle.send}}
         super()._start_asgi_task(cycle, app)
 
     def _check_announced_length(self) -> None:

@@ -72,6 +72,8 @@ class ServerOptions:
     max_log_len: int | None = None  # characters or ids of a prompt in the log
     enable_server_load_tracking: bool = False
     access_log: bool = False
+    # Seconds for running requests at the end; with the 2 s an engine core has then, under 5 in all.
+    shutdown_timeout: float = 2.0
 
     @property
     def bind_host(self) -> str:

@@ -58,11 +58,11 @@ class ModelRoutes:
         self._created = int(time.time())
 
     async def list_models(self, request: Request) -> Response:
-        config = self._state.ready_engine().model_config
+        config = self._state.engine.model_config
         return json_response(ModelList([self._card(config, name) for name in _names(config)]))
 
     async def get_model(self, request: Request) -> Response:
-        config = self._state.ready_engine().model_config
+        config = self._state.engine.model_config
         given = request.path_params["model"]
         if not given:
             raise HTTPException(404)  # "/v1/models/": redirected to the list

@@ -12,7 +12,8 @@ import msgspec
 from fastapi import Request
 
 from headrace.frontend.http.errors import MAX_VALUE_CHARS, RequestRefused, bad_schema
-from headrace.frontend.http.limits import RequestLimits, is_too_deep
+from headrace.frontend.http.json_shape import find_excess
+from headrace.frontend.http.limits import RequestLimits
 
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
 
@@ -133,11 +134,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def decode_body(data: bytes, kind: type[BodyT], limits: RequestLimits) -> DecodedBody[BodyT]:
     """Decode a body. Raises RequestRefused (400) with the field, its value and what it must be."""
-    if is_too_deep(data, limits):
-        raise bad_schema(
-            f"the body is nested too deeply: at most {limits.max_json_depth} levels of arrays and "
-            "objects are accepted"
-        )
+    if (excess := find_excess(data, limits)) is not None:
+        raise bad_schema(excess)
     raw: dict[str, msgspec.Raw] = {}
     try:
         raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])

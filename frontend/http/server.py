@@ -22,7 +22,7 @@ from headrace.frontend.http.server_state import ServerState
 
 logger = logging.getLogger(__name__)
 
-GRACEFUL_SHUTDOWN_S = 2  # open responses get their last event in this time
+GRACEFUL_SHUTDOWN_S = 1  # what was cut gets its last event in this time
 KEEP_ALIVE_S = 5
 
 
@@ -75,6 +75,8 @@ class _Server:
         self._listener = listener
         self._url = url_of(listener, options.tls)
         self._state = ServerState(engine, options)
+        self._shutdown = self._state.shutdown
+        self._timeout_s = options.shutdown_timeout
         self._http = _HttpServer(make_uvicorn_config(create_app(self._state), options))
 
     async def run(self) -> int:
@@ -83,10 +85,12 @@ class _Server:
             loop.add_signal_handler(number, self._stop, number.name)
         logger.info("listening on %s; the model is loading", self._url)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        stopping = asyncio.create_task(self._state.stopping.wait())
+        stopping = asyncio.create_task(self._shutdown.begun.wait())
         engine = asyncio.create_task(self._run_engine())
         try:
             await asyncio.wait({http, stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                await self._drain()
             failure = _failure(engine) or _failure(http)
         finally:
             await self._shut_down(http, stopping, engine)
@@ -102,12 +106,20 @@ class _Server:
         raise await self._engine.wait_dead()
 
     def _stop(self, signal_name: str) -> None:
-        if self._state.stopping.is_set():
+        if self._shutdown.begun.is_set():
+            logger.info("%s again: nothing is waited for any more", signal_name)
             self._http.force_exit = True
+            self._shutdown.end()
             return
-        num_cut = self._engine.num_requests
-        logger.info("%s: shutting down; %d running requests are aborted", signal_name, num_cut)
-        self._state.stopping.set()
+        self._shutdown.begin()
+        num_running = self._shutdown.num_at_begin
+        logger.info("%s: shutting down with %d running requests", signal_name, num_running)
+
+    async def _drain(self) -> None:
+        """Give running requests their time. If the engine dies meanwhile, they end by that."""
+        num_cut = await self._shutdown.drain(self._timeout_s)
+        num_finished = self._shutdown.num_at_begin - num_cut
+        logger.info("shutting down: %d requests finished, %d cut", num_finished, num_cut)
 
     async def _shut_down(
         self, http: "asyncio.Task[None]", *waiting: "asyncio.Task[object]"
@@ -115,10 +127,12 @@ class _Server:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        self._state.stopping.set()
+        self._shutdown.end()
         self._http.should_exit = True
-        await asyncio.gather(http, return_exceptions=True)
-        await self._engine.stop()
+        engine = asyncio.create_task(self._engine.stop())
+        await asyncio.wait({http})  # both at once: an engine may need as long as slow clients
+        self._state.pool.shutdown()
+        await engine
 
 
 def _failure(task: "asyncio.Task[None]") -> BaseException | None:

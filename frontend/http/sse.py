@@ -18,11 +18,15 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 FAREWELL_TIMEOUT_S = 1.0
+# Key in the scope's "extensions" under which the server offers its own `send`, as {"send": send}.
+# Middleware wraps `send` to see the headers; events that come after them need not pass through it.
+DIRECT_SEND = "headrace.direct_send"
+_encoder = msgspec.json.Encoder()
 
 
 def encode_event(value: object) -> bytes:
     """One event with `value` as JSON."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 class EventStreamResponse(Response):
@@ -67,6 +71,7 @@ class EventStreamResponse(Response):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             await send(start)
+            send = scope.get("extensions", {}).get(DIRECT_SEND, {}).get("send", send)
             await self._connection.run(self._send_events(send))
         except ClientDisconnected:
             return
@@ -79,13 +84,13 @@ class EventStreamResponse(Response):
             await self._events.aclose()
 
     async def _send_events(self, send: Send) -> None:
-        await _send_body(send, self._first)
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
         events = self._events
         if self._keep_alive_s > 0:
             events = with_keep_alive(events, self._keep_alive_s)
         async with contextlib.aclosing(events):
             async for event in events:
-                await _send_body(send, event)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _say_farewell(self, send: Send, last: bytes) -> None:
@@ -113,7 +118,3 @@ async def with_keep_alive(
         if (data := event.result()) is None:
             return
         yield data
-
-
-async def _send_body(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})

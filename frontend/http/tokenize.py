@@ -75,13 +75,7 @@ async def tokenize(call: Call) -> Response:
 async def detokenize(call: Call) -> Response:
     """Text of ids, special tokens included; an id that the vocabulary lacks gives nothing."""
     body = await call.read(DetokenizeBody, {})
-    ids = body.tokens
-    if not isinstance(ids, list):
-        raise invalid("tokens", f"must be token ids: ints in [0, {MAX_TOKEN_ID}]", ids)
-    for token in ids:
-        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-            raise invalid("tokens", f"must be token ids: ints in [0, {MAX_TOKEN_ID}]", token)
-    return json_response(Text(await asyncio.to_thread(_text, call, ids)))
+    return json_response(Text(await asyncio.to_thread(_text, call, body.tokens)))
 
 
 async def _prompt(call: Call, body: TokenizeBody) -> RenderedPrompt:
@@ -117,7 +111,13 @@ def _strings(call: Call, ids: list[int]) -> list[str]:
     return [id_to_token(token) or "" for token in ids]
 
 
-def _text(call: Call, ids: list[int]) -> str:
+def _text(call: Call, ids: Any) -> str:
+    wanted = f"must be token ids: ints in [0, {MAX_TOKEN_ID}]"
+    if not isinstance(ids, list):
+        raise invalid("tokens", wanted, ids)
+    for token in ids:
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            raise invalid("tokens", wanted, token)
     tokenizer = call.state.engine.tokenizer
     known = [token for token in ids if token <= tokenizer.max_token_id]
     return str(tokenizer.decode(known, skip_special_tokens=False))

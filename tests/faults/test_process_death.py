@@ -61,7 +61,7 @@ class Server(ServerProcess):
         body = {
             "model": "m",
             "prompt": prompt,
-            "max_tokens": 150,
+            "max_tokens": 150 if phase == "prefill" else 4000,  # more than a drain waits for
             "stream": True,
             "ignore_eos": True,
         }

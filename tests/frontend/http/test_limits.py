@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.frontend.http.limits import RequestLimits, is_too_deep, json_depth, limits_table
+from headrace.frontend.http import json_shape
+from headrace.frontend.http.limits import RequestLimits, limits_table
 from headrace.frontend.http.listener import ServerOptions
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'
@@ -350,26 +351,43 @@ def test_random_bytes_never_give_a_5xx(connect, server):
     assert server.engine.num_requests == 0
 
 
-def test_json_depth_is_counted_as_a_decoder_would():
-    generator = random.Random(1)
+def shape_of(item):
+    """Depth; arrays, objects and names; commas: counted on the decoded value."""
+    if not isinstance(item, dict | list):
+        return 0, 0, 0
+    shapes = [shape_of(part) for part in (item.values() if isinstance(item, dict) else item)]
+    num_names = len(item) if isinstance(item, dict) else 0
+    return (
+        1 + max((shape[0] for shape in shapes), default=0),
+        1 + num_names + sum(shape[1] for shape in shapes),
+        max(0, len(item) - 1) + sum(shape[2] for shape in shapes),
+    )
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 64, 2**16])
+def test_json_is_counted_as_a_decoder_would(monkeypatch, piece_bytes):
+    monkeypatch.setattr(json_shape, "PIECE_BYTES", piece_bytes)
+    generator = random.Random(piece_bytes)
+    texts = [1, 'a"[{\\', "]}\n\\", '\\\\"', "\\" * 5, '":,\\"']
 
     def value(depth):
-        kind = generator.randrange(5 if depth < 12 else 3)
-        if kind < 3:
-            return [1, 'a"[{\\', "]}\n\\"][kind]
-        if kind == 3:
-            return [value(depth + 1) for _ in range(generator.randrange(3))]
-        return {f'k"{{{k}\\': value(depth + 1) for k in range(generator.randrange(3))}
+        kind = generator.randrange(8 if depth < 12 else 6)
+        if kind < 6:
+            return texts[kind]
+        if kind == 6:
+            return [value(depth + 1) for _ in range(generator.randrange(4))]
+        return {f'k"{{{k}\\': value(depth + 1) for k in range(generator.randrange(4))}
 
-    def depth_of(item):
-        if isinstance(item, dict):
-            item = list(item.values())
-        return 1 + max(map(depth_of, item), default=0) if isinstance(item, list) else 0
-
-    for _ in range(300):
-        item = value(0)
-        assert json_depth(json.dumps(item).encode()) == depth_of(item)
-        assert json_depth(json.dumps(item, indent=1).encode()) == depth_of(item)
+    names = ("max_json_depth", "max_json_items", "max_json_commas")
+    for _ in range(200):
+        item = [value(0) for _ in range(3)]
+        exact = RequestLimits(**dict(zip(names, shape_of(item), strict=True)))
+        for indent in (None, 1):
+            data = json.dumps(item, indent=indent).encode()
+            assert json_shape.find_excess(data, exact) is None
+            for name in names:
+                less = dataclasses.replace(exact, **{name: getattr(exact, name) - 1})
+                assert json_shape.find_excess(data, less) is not None
 
 
 @pytest.mark.parametrize("pair", ["[]", "{}"])
@@ -379,12 +397,30 @@ def test_json_depth(call, pair):
     for depth in (limit, limit + 1):
         nested = opening * (depth - 1) + "1" + pair[1] * (depth - 1)
         body = f'{{"prompt": "a", "max_tokens": 1, "user": {nested}}}'
-        assert is_too_deep(body.encode(), RequestLimits()) == (depth > limit)
+        assert (json_shape.find_excess(body.encode(), RequestLimits()) is not None) == (
+            depth > limit
+        )
         answer = call(
             "POST", "/v1/completions", content=body, headers={"Content-Type": "application/json"}
         )
         assert answer.status_code == (200 if depth == limit else 400), answer.text
     assert "deep" in answer.text
+
+
+@pytest.mark.parametrize("field", ["max_json_items", "max_json_commas"])
+def test_json_size(call, engine, field):
+    engine.options = ServerOptions(limits=RequestLimits(**{field: 7}))
+    for num, expected in ((7, 200), (8, 400)):
+        if field == "max_json_items":  # the body itself, its three names, and one array for each
+            user = "[" + ",".join(["[]"] * (num - 5)) + "]"
+        else:
+            user = "[" + ",".join("1" * (num - 1)) + "]"
+        body = f'{{"prompt": "a,:[]{{}}", "max_tokens": 1, "user": {user}}}'
+        answer = call(
+            "POST", "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+        )
+        assert answer.status_code == expected, answer.text
+    assert "at most 7" in answer.text
 
 
 def test_the_table_in_the_docs():

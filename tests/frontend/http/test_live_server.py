@@ -14,6 +14,7 @@ import pytest
 
 from headrace.configs.errors import ConfigurationError
 from headrace.frontend.http.listener import ServerOptions, Tls, bind_socket, listening, url_of
+from headrace.frontend.http.request_ids import RequestIdEcho
 
 
 def send_request(port, body, path="/v1/completions"):
@@ -73,6 +74,27 @@ def test_events_come_as_they_are_made(live_server, scripted):
             if line == b"data: [DONE]\n":
                 break
     assert times[0] < 0.3 and times[-1] - times[0] > 0.3
+
+
+def test_events_pass_by_the_middleware(live_server, scripted, monkeypatch):
+    """It looks at headers only, and to be handed on by all of it costs more than the event."""
+    seen = []
+    original = RequestIdEcho.__call__
+
+    async def watched(self, scope, receive, send):
+        async def watching(message):
+            seen.append(message["type"])
+            await send(message)
+
+        await original(self, scope, receive, watching)
+
+    monkeypatch.setattr(RequestIdEcho, "__call__", watched)
+    url = f"{live_server(scripted()).url}/v1/completions"
+    body = {"prompt": "a", "stream": True}
+    response = httpx.post(url, json=body, headers={"X-Request-Id": "mine"})
+    assert response.headers["x-request-id"] == "mine"
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert seen == ["http.response.start"]
 
 
 def test_openai_client(live_server, scripted):

@@ -289,7 +289,7 @@ def test_shutdown_ends_running_requests(engine):
             )
             whole = asyncio.create_task(client.post("/v1/completions", json=body))
             await asyncio.sleep(0.2)
-            state.stopping.set()
+            state.shutdown.end()
             return await stream, await whole
 
     stream, whole = asyncio.run(go())

@@ -39,7 +39,7 @@ def steer(loop):
         loop.call_soon_threadsafe(event.set)
 
 engine.start = started
-options = ServerOptions(port=0)
+options = ServerOptions(port=0, shutdown_timeout=float(sys.argv[3]))
 listener = bind_socket(options)
 print(listener.getsockname()[1], flush=True)
 try:
@@ -73,9 +73,21 @@ class Server:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
+    def stream(self, num_tokens):
+        """A connection on which the first bytes of a stream have come."""
+        body = b'{"prompt": "a", "max_tokens": %d, "ignore_eos": true, "stream": true}' % num_tokens
+        head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client = socket.create_connection(("127.0.0.1", self.port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head.encode() + body)
+        client.recv(10)
+        return client
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
     def end(self):
         """Exit code and the rest of what it printed."""
-        output, _ = self.process.communicate(timeout=10)
+        output, self.log = self.process.communicate(timeout=10)
         return self.process.returncode, output
 
 
@@ -83,10 +95,11 @@ class Server:
 def start_server():
     with contextlib.ExitStack() as stack:
 
-        def start(mode="works"):
+        def start(mode="works", shutdown_timeout=0):
+            engine = str(Path(__file__).with_name("conftest.py"))
             process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(Path(__file__).with_name("conftest.py")), mode],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                [sys.executable, "-c", PROGRAM, engine, mode, str(shutdown_timeout)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -114,19 +127,59 @@ def test_signals_end_with_code_0(start_server, number, phase):
         server.say("go")
         server.until_ready()
     if phase == "streaming":
-        stream = socket.create_connection(("127.0.0.1", server.port))
-        body = b'{"prompt": "a", "max_tokens": 60, "ignore_eos": true, "stream": true}'
-        head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        stream.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head.encode() + body)
-        stream.recv(10)
+        stream = server.stream(60)
     began = time.monotonic()
-    os.kill(server.process.pid, number)
+    server.signal(number)
     assert server.end() == (0, "stopped\n")
     assert time.monotonic() - began < 3
     if stream is not None:
-        with contextlib.closing(stream):
-            rest = b"".join(iter(lambda: stream.recv(65536), b""))
+        rest = rest_of(stream)
         assert b"shutting down" in rest and b"data: [DONE]\n\n" in rest
+
+
+def rest_of(stream):
+    with contextlib.closing(stream):
+        return b"".join(iter(lambda: stream.recv(65536), b""))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_running_requests_may_finish(start_server, number):
+    """PP10; the second stream would take longer than there is time."""
+    server = start_server(shutdown_timeout=1)
+    server.say("go")
+    server.until_ready()
+    streams = [server.stream(12), server.stream(60)]
+    server.signal(number)
+    while server.get("/health") == 200:
+        time.sleep(0.01)
+    assert server.get("/health/live") == 200 and server.get("/v1/models") == 503
+    assert server.end() == (0, "stopped\n")
+    finished, cut = map(rest_of, streams)
+    assert b"shutting down" not in finished and b"data: [DONE]\n\n" in finished
+    assert b"shutting down" in cut and b"data: [DONE]\n\n" in cut
+    assert f"{number.name}: shutting down with 2 running requests" in server.log
+    assert "1 requests finished, 1 cut" in server.log
+
+
+@pytest.mark.parametrize("phase", ["idle", "streaming"])
+def test_nobody_is_waited_for_in_vain(start_server, phase):
+    """An idle server ends at once, another one on a second signal."""
+    server = start_server(shutdown_timeout=60)
+    server.say("go")
+    server.until_ready()
+    if phase == "streaming":
+        stream = server.stream(60)
+        server.signal(signal.SIGTERM)
+        while server.get("/health") == 200:
+            time.sleep(0.01)
+    server.signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert server.end() == (0, "stopped\n")
+    assert time.monotonic() - began < 2
+    if phase == "streaming":
+        rest = rest_of(stream)
+        assert b"shutting down" in rest and b"data: [DONE]\n\n" in rest
+        assert "0 requests finished, 1 cut" in server.log
 
 
 def test_failed_start_is_told(start_server):
