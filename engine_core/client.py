@@ -7,27 +7,23 @@ the core named.
 import asyncio
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import zmq
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import EngineDeadError, error_from_code
+from headrace.engine_core.connection import Connection
 from headrace.engine_core.messages import (
     AbortRequest,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDied,
     FromCore,
-    Hello,
     Ready,
-    Shutdown,
     StartupFailed,
     StartupProgress,
     ToCore,
@@ -37,7 +33,6 @@ from headrace.engine_core.messages import (
 )
 from headrace.engine_core.remote_calls import Method, decode_results, encode_call
 from headrace.engine_core.supervisor import EngineCoreProcess
-from headrace.engine_core.wire import Codec
 
 Progress = Callable[[str], None]
 _MAX_MESSAGES_AT_ONCE = 100  # before other tasks of the event loop get their turn
@@ -89,82 +84,11 @@ class InprocClient:
         self._core.close()
 
 
-class _Connection:
-    """A DEALER socket to an engine-core process, which it ends in the client's `close()`."""
-
-    def __init__(self, process: EngineCoreProcess) -> None:
-        self.process = process
-        self.closed = False
-        self.ready: Ready | None = None
-        self._codec = Codec(process.epoch)
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self.socket.setsockopt(option, 0)
-        # ms: the engine core binds a moment after we connect
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self.socket.connect(f"ipc://{process.socket_path}")
-
-    def hello(self, config: EngineConfig, allows_callables: bool) -> None:
-        self.send(Hello(config, sys.path, os.getcwd(), allows_callables))
-
-    def send(self, message: ToCore) -> None:
-        """Queue a message; without a high-water mark this never waits."""
-        if self.closed or self.process.exit_code is not None:
-            raise EngineDeadError(self.death())
-        self.socket.send_multipart(self._codec.encode(message))
-
-    def receive(self) -> list[bytes] | None:
-        """The frames of a message; None if there is none."""
-        try:
-            return self.socket.recv_multipart(zmq.DONTWAIT)
-        except zmq.Again:
-            return None
-
-    def decode(self, frames: list[bytes]) -> FromCore | None:
-        """The message, None if it is of another epoch; raises EngineDeadError if it says so."""
-        message = self._codec.decode_from_core(frames)
-        if isinstance(message, EngineDied):
-            raise EngineDeadError(message.fault.message)
-        return message
-
-    def option(self, name: int) -> int:
-        """A socket option that is a number."""
-        return int(self.socket.getsockopt(name))
-
-    def say_goodbye(self) -> None:
-        """Ask the engine core to end; one that is still loading is killed, it has no work."""
-        if self.ready is None:
-            self.process.kill()
-        else:
-            with suppress(zmq.ZMQError):
-                self.socket.send_multipart(self._codec.encode(Shutdown()), zmq.DONTWAIT)
-
-    def close(self) -> None:
-        """Wait for the end of the process, which `say_goodbye` has asked for, and clean up."""
-        self.process.stop()
-        self.socket.close(linger=0)
-        self._context.term()
-
-    def death(self) -> str:
-        """How the engine core ended, for a message."""
-        if self.closed:
-            return "the engine has been closed; make a new one"
-        # The socket can close a moment before the process can be waited for.
-        deadline = time.monotonic() + 0.5
-        while self.process.exit_code is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return (
-            f"the engine core (pid {self.process.pid}) is gone: {self.process.describe_exit()}. "
-            "Its log above says why; start the engine again"
-        )
-
-
 class SyncClient:
     """Blocking client of an engine-core process, which it ends in `close()`."""
 
     def __init__(self, process: EngineCoreProcess) -> None:
-        self._connection = _Connection(process)
+        self._connection = Connection(process)
         self._poller = zmq.Poller()
         self._poller.register(self._connection.socket, zmq.POLLIN)
         self._poller.register(process.sentinel, zmq.POLLIN)
@@ -220,8 +144,7 @@ class SyncClient:
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if the engine core is gone."""
-        if self._connection.closed or self._connection.process.exit_code is not None:
-            raise EngineDeadError(self._connection.death())
+        self._connection.check_alive()
 
     def close(self) -> None:
         """End the engine core and everything that belongs to it. Idempotent."""
@@ -267,7 +190,7 @@ class AsyncClient:
     """
 
     def __init__(self, process: EngineCoreProcess) -> None:
-        self._connection = _Connection(process)
+        self._connection = Connection(process)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: deque[list[bytes]] = deque()
         self._news = asyncio.Event()
@@ -349,8 +272,7 @@ class AsyncClient:
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if the engine core is gone."""
-        if self._connection.closed or self._connection.process.exit_code is not None:
-            raise EngineDeadError(self._connection.death())
+        self._connection.check_alive()
 
     async def close(self) -> None:
         """End the engine core and everything that belongs to it. Idempotent."""

@@ -19,7 +19,7 @@ from headrace.engine_core.messages import (
 from headrace.engine_core.remote_calls import decode_call, encode_error, encode_result
 from headrace.engine_core.scheduler import Scheduler
 from headrace.executors.uniproc import RaisedByWorker, UniprocExecutor
-from headrace.workers.protocol import ModelRunnerOutput, RequestFault, SchedulerOutput
+from headrace.workers.protocol import RequestFault
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,6 @@ class EngineCore:
         step = self._scheduler.schedule()
         if step is None:
             return []
-        return self._scheduler.update_from_output(step, self._execute(step))
-
-    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         try:
             output = self._executor.execute_model(step)
         except Exception as error:
@@ -101,18 +98,15 @@ class EngineCore:
             if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
                 raise
             logger.exception("step %d failed; failing the requests in it", step.step)
-            fault = RequestFault(
-                "request_failed", f"the step failed: {type(error).__name__}: {error}"
-            )
-            failed = dict.fromkeys(step.num_scheduled_tokens, fault)
-            return ModelRunnerOutput(step.step, sampled={}, failed=failed)
+            message = f"the step failed: {type(error).__name__}: {error}"
+            return self._scheduler.fail_step(step, RequestFault("request_failed", message))
         self._num_failures = 0
-        return output
+        return self._scheduler.update_from_output(step, output)
 
     def call(self, call: UtilityCall) -> UtilityResult:
         """Run one of `UTILITIES`; errors come back in the result."""
-        if call.method not in self.UTILITIES or call.args:
-            message = f"no utility {call.method!r} with {len(call.args)} arguments"
+        if call.method not in self.UTILITIES:
+            message = f"there is no utility {call.method!r}"
             return UtilityResult(call.call_id, fault=RequestFault("invalid_request", message))
         try:
             value: Any = getattr(self._scheduler, call.method)()

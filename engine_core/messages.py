@@ -57,11 +57,10 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True):
 
 
 class UtilityCall(msgspec.Struct, tag="call", array_like=True):
-    """A control call: one of the names in `EngineCore.UTILITIES`, with msgpack arguments."""
+    """A control call: one of the names in `EngineCore.UTILITIES`."""
 
     call_id: int
     method: str
-    args: list[object] = []
 
 
 class WorkerCall(msgspec.Struct, tag="worker_call", array_like=True):

@@ -22,6 +22,7 @@ from headrace.engine_core.messages import WorkerCall, WorkerResult
 from headrace.workers.protocol import RequestFault
 
 Method = str | Callable[..., Any]
+MAX_PLAIN_DEPTH = 64  # of nested lists and dicts; what is deeper is pickled
 
 
 def encode_call(
@@ -32,7 +33,7 @@ def encode_call(
     Raises InvalidRequestError for something that cannot be pickled.
     """
     arguments, options = list(args), dict(kwargs or {})
-    if isinstance(method, str) and is_plain(arguments) and is_plain(options):
+    if isinstance(method, str) and all(map(is_plain, (method, arguments, options))):
         return WorkerCall(call_id, method, list(arguments), options)
     if not isinstance(method, str) and not callable(method):
         raise InvalidRequestError(
@@ -104,16 +105,35 @@ def decode_results(results: Sequence[WorkerResult]) -> list[Any]:
     return values
 
 
-def is_plain(value: Any) -> bool:
-    """Whether msgpack gives the value back exactly as it is (it makes lists of tuples)."""
+def is_plain(value: Any, depth: int = MAX_PLAIN_DEPTH) -> bool:
+    """Whether msgpack gives the value back exactly as it is (it makes lists of tuples).
+
+    Not if lists and dicts are nested more than `depth` deep.
+    """
     kind = type(value)
     if kind is int:
         return -(2**63) <= int(value) < 2**64
+    if kind is str:
+        return _is_text(value)
     if kind is list:
-        return all(is_plain(item) for item in value)
+        return depth > 0 and all(is_plain(item, depth - 1) for item in value)
     if kind is dict:
-        return all(type(key) is str and is_plain(item) for key, item in value.items())
-    return value is None or kind in (bool, float, str, bytes)
+        return depth > 0 and all(
+            type(key) is str and _is_text(key) and is_plain(item, depth - 1)
+            for key, item in value.items()
+        )
+    return value is None or kind in (bool, float, bytes)
+
+
+def _is_text(value: str) -> bool:
+    """Whether a str has no surrogates, which UTF-8 cannot hold."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read(pickled: bytes) -> Any:

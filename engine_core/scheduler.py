@@ -251,8 +251,6 @@ class Scheduler:
         Whatever belongs to a choice that has ended meanwhile is dropped.
         """
         outputs, self._failures = self._failures, []
-        if output.failed and output.failed.keys() >= step.num_scheduled_tokens.keys():
-            self._orders.repeat(step)  # all failed: perhaps the step never ran
         self._num_step_prompt_tokens = self._num_step_generation_tokens = 0
         for record in self._in_flight.pop(step.step, ()):
             choice = record.choice
@@ -275,6 +273,12 @@ class Scheduler:
                 outputs.append(result)
         self._num_computed_prompt_tokens += self._num_step_prompt_tokens
         return outputs
+
+    def fail_step(self, step: SchedulerOutput, fault: RequestFault) -> list[EngineCoreOutput]:
+        """A step that raised, wherever it got to: its choices end, its orders are given again."""
+        self._orders.repeat(step)
+        failed = dict.fromkeys(step.num_scheduled_tokens, fault)
+        return self.update_from_output(step, ModelRunnerOutput(step.step, {}, failed))
 
     def _take_result(self, record: _InFlight, output: ModelRunnerOutput) -> EngineCoreOutput | None:
         choice = record.choice

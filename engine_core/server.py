@@ -108,6 +108,8 @@ class SocketThread:
             self._router.send_multipart([client, *self._codec.encode(message)])
         except zmq.ZMQError as error:
             logger.warning("a client is gone: %s", error)
+        except Exception:  # a message that cannot be written must not end the thread
+            logger.exception("a %s could not be sent", type(message).__name__)
         return True
 
 

@@ -136,23 +136,24 @@ class StepPlanner:
         One that does not fit may be overtaken `max_bypasses` times; then nothing behind it is
         admitted until it fits.
         """
-        misfits: list[Choice] = []
+        misfits: list[Choice] = []  # out of the queue, and to go back whatever happens
         try:
             while plan.budget > 0 and len(misfits) < MAX_MISFITS:
                 choice = self.subject = self._queue.peek()
                 if choice is None or not (self._has_slot() or self._victims(choice)):
                     break
                 self._queue.remove(choice)
+                misfits.append(choice)
                 if self._admit(choice, plan):
+                    misfits.pop()
                     for misfit in misfits:
                         misfit.num_bypasses += 1
-                else:
-                    misfits.append(choice)
                 if any(misfit.num_bypasses >= self._config.max_bypasses for misfit in misfits):
                     break
         finally:
             for misfit in misfits:
-                self._queue.push(misfit)
+                if misfit.status is Status.WAITING:
+                    self._queue.push(misfit)
 
     def _has_slot(self) -> bool:
         return len(self._running) < self._config.max_num_seqs

@@ -336,7 +336,7 @@ class Engine:
             return None
         self.num_steps += 1
         limits = self.config.scheduler_config
-        assert step.total_num_scheduled_tokens <= limits.max_num_batched_tokens
+        assert sum(step.num_scheduled_tokens.values()) <= limits.max_num_batched_tokens
         assert len(step.num_scheduled_tokens) <= limits.max_num_seqs
         assert self.scheduler.stats().num_running <= limits.max_num_seqs
         self.in_flight.append((step, self.step_worker.execute(step)))

@@ -47,6 +47,23 @@ def test_every_value_arrives_as_it_was(value: Any) -> None:
     assert (result.pickled is None) is is_plain(value)
 
 
+def test_what_msgpack_cannot_hold_arrives_all_the_same() -> None:
+    """An exception in the engine core's I/O thread would end it, and every request with it."""
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for value in ("\ud800", ["\udc80"], {"\ud800": 1}, deep):
+        result = over_the_wire(encode_result(value, allows_callables=True))
+        assert decode_results([result]) == [value]
+        refused = over_the_wire(encode_result(value, allows_callables=False))
+        assert refused.fault is not None
+    named = over_the_wire(encode_call(1, "\ud800", (), None))
+    assert decode_call(named, allows_callables=True)[0] == "\ud800"
+    error = over_the_wire(encode_error(ValueError("\ud800é"), 0, allows_callables=False))
+    with pytest.raises(RequestFailedError, match=r"ValueError: \\ud800é"):
+        decode_results([error])
+
+
 def test_plain_calls_carry_no_pickle() -> None:
     call = over_the_wire(encode_call(3, "method", [1, "a", [2.0]], {"k": b"x"}))
     assert call == WorkerCall(3, "method", [1, "a", [2.0]], {"k": b"x"}, None)

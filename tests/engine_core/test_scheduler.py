@@ -132,7 +132,7 @@ def test_prefill_is_cut_into_chunks_and_reports_once() -> None:
     while engine.scheduler.stats().num_requests:
         step = engine.schedule()
         assert step is not None
-        counts.append(step.total_num_scheduled_tokens)
+        counts.append(sum(step.num_scheduled_tokens.values()))
         outputs = engine.deliver()
         assert len(outputs) == (1 if sum(counts) == 30 else 0)
     assert counts == [8, 8, 8, 6]
@@ -521,13 +521,17 @@ def test_orders_of_a_step_that_failed_are_given_again() -> None:
     step = engine.scheduler.schedule()
     assert step is not None and step.blocks_to_zero and len(step.finished) == 2
     fault = RequestFault("request_failed", "the step failed")
-    failed = dict.fromkeys(step.num_scheduled_tokens, fault)
-    (output,) = engine.scheduler.update_from_output(step, ModelRunnerOutput(step.step, {}, failed))
+    (output,) = engine.scheduler.fail_step(step, fault)
     assert output.request_id == "c" and output.fault == fault
     again = engine.scheduler.schedule()
     assert again is not None
     assert set(again.blocks_to_zero) >= set(step.blocks_to_zero)
     assert set(again.finished) == {ChoiceId("a"), ChoiceId("b"), ChoiceId("c")}
+    assert not again.num_scheduled_tokens
+    assert engine.scheduler.fail_step(again, fault) == []
+    third = engine.scheduler.schedule()
+    assert third is not None
+    assert (third.finished, third.blocks_to_zero) == (again.finished, again.blocks_to_zero)
 
 
 def test_an_exception_over_a_result_ends_that_choice_alone(

@@ -140,3 +140,37 @@ def test_a_failure_is_reported_although_nothing_runs(monkeypatch: pytest.MonkeyP
     ends = [engine.finished[ChoiceId("a", index)] for index in range(2)]
     assert [end.finish_reason for end in ends] == ["error", "error"]
     engine.assert_idle()
+
+
+def make_ranked_requests() -> list[EngineCoreRequest]:
+    """Each more important than those before it, and more than the pool holds together."""
+    return [
+        make_request("low", [5] * 9, max_tokens=20, ignore_eos=True, priority=9),
+        make_request("mid", [6] * 9, n=2, max_tokens=12, ignore_eos=True, priority=5),
+        make_request("high", [7] * 17, max_tokens=9, ignore_eos=True, priority=1),
+        make_request("top", [8] * 17, max_tokens=9, ignore_eos=True, priority=0),
+    ]
+
+
+def test_a_fault_of_a_victim_does_not_lose_whom_it_makes_room_for() -> None:
+    """The waiting choice is out of the queue while the victim that cannot be preempted fails."""
+    num_failed = 0
+    for at in range(1, 20):
+        with pytest.MonkeyPatch.context() as patch:
+            injector = Injector(patch, (KVCacheManager, "free"), at)
+            engine = FakeEngine(num_blocks=10, policy="priority")
+            injector.watch(engine)
+            requests = make_ranked_requests()
+            for request in requests:
+                engine.add(request)
+                engine.step()
+            engine.drain()
+            engine.assert_idle()
+        for request in requests:
+            for choice in request.choices:
+                end = engine.finished[ChoiceId(request.request_id, choice.index)]
+                if end.finish_reason == "error":
+                    num_failed += 1
+                else:
+                    engine.assert_output(request, choice.index)
+    assert 0 < num_failed < 20
