@@ -84,10 +84,6 @@ class ParallelConfig:
     # "module.Class" whose methods join the worker's, for collective_rpc; "" for none.
     worker_extension_cls: str = ""
 
-    @property
-    def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
 
 @dataclass(frozen=True)
 class DeviceConfig:

@@ -261,7 +261,7 @@ class _Resolver:
         wanted = self._args.max_model_len
         if not isinstance(wanted, int):
             return info.max_model_len
-        allowed = environment.read(environment.ALLOW_LONG_MAX_MODEL_LEN, os.environ) == "1"
+        allowed = environment.read_switch(environment.ALLOW_LONG_MAX_MODEL_LEN, os.environ)
         if wanted > info.max_model_len and not allowed:
             raise ConfigurationError(
                 f"max_model_len {wanted} is above the {info.max_model_len} tokens that "

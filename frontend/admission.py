@@ -48,7 +48,7 @@ class Admission:
         self._model = model_config
         self._limit = min(model_config.max_model_len, ready.max_request_tokens)
         self._pool_tokens = ready.max_request_tokens
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._policy = policy
         self._num_requests = itertools.count()
         self._prefix = secrets.token_hex(4)
@@ -152,7 +152,7 @@ class Admission:
             )
         self._check_num_logprobs(params.logprobs, "logprobs")
         self._check_num_logprobs(params.prompt_logprobs, "prompt_logprobs")
-        if self._tokenizer is None and params.stop_strings:
+        if self.tokenizer is None and params.stop_strings:
             raise InvalidRequestError(
                 "stop strings need a tokenizer and this engine runs without one "
                 "(skip_tokenizer_init); use stop_token_ids",
@@ -177,14 +177,14 @@ class Admission:
     def _encode_bad_words(self, params: SamplingParams) -> None:
         if not params.bad_words:
             return
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError(
                 "bad_words need a tokenizer and this engine runs without one "
                 "(skip_tokenizer_init); use logit_bias",
                 "bad_words",
             )
         try:
-            params.update_from_tokenizer(self._tokenizer)
+            params.update_from_tokenizer(self.tokenizer)
         except ValueError as error:
             raise InvalidRequestError(str(error), "bad_words") from None
 
@@ -201,7 +201,8 @@ def check_token_ids(ids: object, vocab_size: int, parameter: str) -> None:
     for token in ids:  # type: ignore[attr-defined]
         if isinstance(token, bool) or not isinstance(token, int):
             raise InvalidRequestError(
-                f"{parameter} must hold ints, got {token!r} ({type(token).__name__})", parameter
+                f"{parameter} must hold ints, got {repr(token)[:40]} ({type(token).__name__})",
+                parameter,
             )
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Literal
 
-from headrace.configs.config import EngineConfig, ModelConfig
+from headrace.configs.config import EngineConfig
 from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs, UsageContext
 from headrace.configs.errors import (
     EngineDeadError,
@@ -22,22 +23,22 @@ from headrace.engine_core.client import AsyncClient
 from headrace.engine_core.messages import EngineStats
 from headrace.engine_core.supervisor import EngineCoreProcess
 from headrace.frontend.admission import RenderedPrompt
+from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.front_end import FrontEnd
 from headrace.frontend.output_stream import OutputStream
 from headrace.frontend.outputs import RequestOutput
-from headrace.frontend.renderer import Renderer
 from headrace.frontend.start_engine import resolve, start_async
 from headrace.frontend.startup_report import StartupReport
-from headrace.frontend.stat_loggers import StatLoggers, default_stat_loggers
+from headrace.frontend.stat_loggers import StatLoggers
 from headrace.frontend.stats import StatLoggerBase
-from headrace.frontend.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 EngineState = Literal["starting", "ready", "draining", "dead"]
+LOOP_TIMEOUT_S = 1.0  # for an event loop in another thread to do what it was asked
 
 
-class AsyncEngine:
+class AsyncEngine(EngineAttributes):
     """Starts its engine core at construction; `start()` waits until it is ready.
 
     A request's `request_id` is the caller's label: requests that run at once may share it.
@@ -46,7 +47,7 @@ class AsyncEngine:
     def __init__(
         self,
         args: EngineArgs | EngineConfig,
-        began: float | None = None,
+        report: StartupReport | None = None,
         process: EngineCoreProcess | None = None,
         *,
         usage_context: UsageContext = UsageContext.API_SERVER,
@@ -54,15 +55,13 @@ class AsyncEngine:
         log_requests: bool | None = None,
         allows_callables: bool = False,
     ) -> None:
-        """`process`: the engine core, if it was started already; `began`: of the start-up clock.
+        """`process`: the engine core, if it was started already, as `report` may have been.
 
         `stat_loggers` replace the default ones. `log_requests` None: as the arguments say.
         `allows_callables`: for `collective_rpc`; never in a server.
         """
         self.state: EngineState = "starting"
-        self.report = StartupReport(began or time.time())
-        self.config: EngineConfig
-        self.front_end: FrontEnd
+        self.report = report or StartupReport(time.time())
         self._args = args
         self._usage_context = usage_context
         self._given_loggers = stat_loggers
@@ -91,6 +90,8 @@ class AsyncEngine:
 
     async def load(self) -> None:
         """The part of `start()` that comes before messages are received."""
+        if self._error is not None:
+            raise self._error
         self._client = AsyncClient(self._process)
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, self._client.close_blocking)
@@ -108,16 +109,10 @@ class AsyncEngine:
             self.config,
             self._client.ready,
             renderer,
-            StatLoggers(self._stat_loggers()),
+            StatLoggers.of(self.config, self._given_loggers),
             self._logs_requests(),
         )
         self.state = "ready"
-
-    def _stat_loggers(self) -> dict[str, StatLoggerBase] | None:
-        if not self.config.log_stats:
-            return None
-        given = self._given_loggers
-        return default_stat_loggers(self.config) if given is None else given
 
     def _logs_requests(self) -> bool:
         if self._log_requests is not None:
@@ -127,34 +122,10 @@ class AsyncEngine:
     def receive(self) -> "asyncio.Task[None]":
         """Take the engine core's messages on the running event loop, from now on."""
         assert self._client is not None, "load() comes first"
+        self._stop_receiving()
         self._client.attach()
         self._receiver = asyncio.create_task(self._receive(), name="engine-receiver")
         return self._receiver
-
-    @property
-    def renderer(self) -> Renderer:
-        return self.front_end.renderer
-
-    @property
-    def model_config(self) -> ModelConfig:
-        return self.config.model_config
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.front_end.renderer.tokenizer
-
-    @property
-    def stat_loggers(self) -> dict[str, StatLoggerBase]:
-        """By name: "logging", "prometheus" and what was added; none if statistics are disabled."""
-        return self.front_end.stat_loggers.by_name
-
-    def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
-        """RuntimeError if statistics are disabled, KeyError if the name is taken."""
-        self.front_end.stat_loggers.add(logger_name, logger)
-
-    def remove_logger(self, logger_name: str) -> None:
-        """RuntimeError if statistics are disabled, KeyError if there is no such logger."""
-        self.front_end.stat_loggers.remove(logger_name)
 
     async def generate(
         self,
@@ -292,10 +263,6 @@ class AsyncEngine:
         """Statistics of the last step; None before the engine is ready."""
         return self.front_end.stats if hasattr(self, "front_end") else None
 
-    def log_stats(self) -> None:
-        """Hand a record of now to every logger."""
-        self.front_end.log_stats()
-
     @property
     def num_requests(self) -> int:
         """Requests this front end follows."""
@@ -321,30 +288,56 @@ class AsyncEngine:
 
     def rest(self) -> None:
         """Receive nothing until `receive()` is called again; requests go on in the engine core."""
-        self._cancel_receiver()
+        self._where_it_receives(self._stop_receiving)
+
+    def abandon(self) -> None:
+        """`stop()` for a caller without an event loop, from any thread."""
+
+        def end() -> None:
+            self.die(EngineDeadError("the engine has been closed; make a new one"))
+            self._stop_receiving()
+
+        self._where_it_receives(end)
+        self._finalizer()
+
+    def _where_it_receives(self, work: Callable[[], None]) -> None:
+        """Run `work` here, or in the thread of the event loop that the streams belong to."""
+        loop = None if self._receiver is None else self._receiver.get_loop()
+        if loop is None or not loop.is_running() or loop is asyncio._get_running_loop():
+            work()
+            return
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        with suppress(RuntimeError):  # it was closed just now
+            loop.call_soon_threadsafe(run)
+            if done.wait(LOOP_TIMEOUT_S):
+                return
+        work()  # the loop is stuck, or gone
+
+    def _stop_receiving(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None and not receiver.get_loop().is_closed():
+            receiver.cancel()
         if self._client is not None:
             self._client.detach()
 
-    def abandon(self) -> None:
-        """`stop()` for a caller without an event loop."""
-        self.die(EngineDeadError("the engine has been closed; make a new one"))
-        self._cancel_receiver()
-        self._finalizer()
-
-    def _cancel_receiver(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is None or receiver.get_loop().is_closed():
-            return
-        receiver.get_loop().call_soon_threadsafe(receiver.cancel)
-
     async def stop(self) -> None:
-        """Fail what runs, end the engine core and everything that belongs to it. Idempotent."""
+        """Fail what runs, end the engine core and everything that belongs to it. Idempotent.
+
+        Not while `start()` runs: cancel that, and it stops the engine itself.
+        """
         if self.state != "dead":
             self.die(EngineDeadError(f"the server (pid {os.getpid()}) is shutting down"))
-        if self._receiver is not None:
-            self._receiver.cancel()
-            await asyncio.gather(self._receiver, return_exceptions=True)
-            self._receiver = None
+        receiver = self._receiver
+        self._stop_receiving()
+        if receiver is not None:
+            await asyncio.gather(receiver, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
         else:

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from headrace.configs.errors import EngineDeadError, RequestAbortedError
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.supervisor import EngineCoreProcess
 from headrace.frontend.async_engine import AsyncEngine
-from headrace.frontend.config_attributes import ConfigAttributes
+from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.inputs import PromptType
 from headrace.frontend.llm_engine import LLMEngine
 from headrace.frontend.outputs import RequestOutput
@@ -51,7 +51,7 @@ class AsyncEngineDeadError(EngineDeadError):
     code = "async_engine_dead"
 
 
-class AsyncLLMEngine(ConfigAttributes):
+class AsyncLLMEngine(EngineAttributes):
     """Construction loads the model and blocks until it can be used, from any thread.
 
     The background loop starts with the first request, on its event loop. When the object goes, the
@@ -69,7 +69,7 @@ class AsyncLLMEngine(ConfigAttributes):
         log_requests: bool = True,
         start_engine_loop: bool = True,
         process: EngineCoreProcess | None = None,
-        began: float | None = None,
+        report: StartupReport | None = None,
     ) -> None:
         """As `LLMEngine`; `log_requests`: a line in the log when a request comes and ends.
 
@@ -81,7 +81,7 @@ class AsyncLLMEngine(ConfigAttributes):
         self.start_engine_loop = start_engine_loop
         self.engine = AsyncEngine(
             self.config,
-            began,
+            report,
             process or spawn_process(),
             stat_loggers=stat_loggers,
             log_requests=log_requests,
@@ -91,10 +91,11 @@ class AsyncLLMEngine(ConfigAttributes):
         self._task: asyncio.Task[None] | None = None
         self.background_loop: asyncio.Future[None] | None = None
         try:
-            _in_thread(self.engine)
+            _load_in_thread(self.engine)
         except BaseException:
             self._finalizer()
             raise
+        self.front_end = self.engine.front_end
 
     @classmethod
     def from_engine_args(
@@ -115,7 +116,7 @@ class AsyncLLMEngine(ConfigAttributes):
             log_requests=isinstance(engine_args, AsyncEngineArgs) and engine_args.logs_requests,
             start_engine_loop=start_engine_loop,
             process=process,
-            began=report.began,
+            report=report,
         )
 
     @classmethod
@@ -143,15 +144,6 @@ class AsyncLLMEngine(ConfigAttributes):
     def close(self) -> None:
         """End the engine core and everything that belongs to it. Idempotent."""
         self._finalizer()
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError(
-            "an engine cannot be pickled; a callable for collective_rpc must not refer to it"
-        )
-
-    @property
-    def renderer(self) -> Renderer:
-        return self.engine.renderer
 
     @property
     def is_running(self) -> bool:
@@ -215,36 +207,44 @@ class AsyncLLMEngine(ConfigAttributes):
         A dead engine, a priority without that policy, and an id that is in use are errors at once;
         what is wrong with the request itself is raised by the generator.
         """
-        self._check_request(request_id, priority, data_parallel_rank)
+        self._require_running()
+        self.front_end.check_priority(priority)
+        if data_parallel_rank is not None:
+            raise ValueError(
+                f"data_parallel_rank {data_parallel_rank} needs data parallelism, there is none"
+            )
+        self.front_end.check_unused(request_id)
         refuse_given(
             lora_request=(lora_request, LORA),
             trace_headers=(trace_headers, TRACING),
             prompt_adapter_request=(prompt_adapter_request, PROMPT_ADAPTERS),
         )
         try:
-            tok_params = self.engine.front_end.tok_params(params)
+            tok_params = self.front_end.tok_params(params)
             (rendered,) = await self.renderer.render_cmpl_async([prompt], tok_params)
-            if arrival_time:
+            if arrival_time is not None:
                 rendered = replace(rendered, arrival_time=arrival_time)
-            self.engine.front_end.check_unused(request_id)
+            self.front_end.check_unused(request_id)  # once more: time has passed
             stream = self.engine.submit(rendered, params, request_id, priority=priority)
         except (ValueError, TypeError) as error:
             return _raising(error)
         return self._outputs(self.engine.follow(stream))
 
-    def _check_request(self, request_id: str, priority: int, rank: int | None) -> None:
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        self._require_running()
-        self.engine.front_end.check_priority(priority)
-        if rank is not None:
-            raise ValueError(f"data_parallel_rank {rank} needs data parallelism, there is none")
-        self.engine.front_end.check_unused(request_id)
-
     def _require_running(self) -> None:
-        """Start the loop if that is wanted; AsyncEngineDeadError if it cannot run."""
+        """Start the loop if that is wanted; AsyncEngineDeadError if it cannot run.
+
+        RuntimeError if it runs on the event loop of another thread.
+        """
         if self.errored:
             raise self.dead_error from self.engine.error
+        loop = None if self._task is None else self._task.get_loop()
+        if self.is_running and loop is not None and loop is not asyncio.get_running_loop():
+            if loop.is_running():
+                raise RuntimeError(
+                    "the background loop runs on an event loop of another thread: use the engine "
+                    "there, or call shutdown_background_loop() first"
+                )
+            self.shutdown_background_loop()  # that loop was left without being closed
         if not self.is_running:
             if not self.start_engine_loop:
                 raise self.dead_error
@@ -338,26 +338,9 @@ class AsyncLLMEngine(ConfigAttributes):
     async def get_lora_config(self) -> None:
         return self.lora_config
 
-    @property
-    def log_stats(self) -> bool:
-        return self.config.log_stats
-
-    @property
-    def stat_loggers(self) -> dict[str, StatLoggerBase]:
-        """The stat loggers by name; none if statistics are disabled."""
-        return self.engine.stat_loggers
-
-    def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
-        """RuntimeError if statistics are disabled, KeyError if the name is taken."""
-        self.engine.add_logger(logger_name, logger)
-
-    def remove_logger(self, logger_name: str) -> None:
-        """RuntimeError if statistics are disabled, KeyError if there is no such logger."""
-        self.engine.remove_logger(logger_name)
-
     async def do_log_stats(self, scheduler_outputs: Any = None, model_output: Any = None) -> None:
         """Hand a record of now to every logger; the arguments are not looked at."""
-        self.engine.log_stats()
+        self.front_end.log_stats()
 
     async def is_tracing_enabled(self) -> bool:
         return False
@@ -405,14 +388,15 @@ class AsyncLLMEngine(ConfigAttributes):
         return await self.engine.collective_rpc(method, timeout, args, kwargs)
 
 
-def _in_thread(engine: AsyncEngine) -> None:
+def _load_in_thread(engine: AsyncEngine) -> None:
     """`engine.load()` on an event loop in a thread, since the caller may be on one of its own."""
+    running: list[asyncio.Task[None]] = []
+    failures: list[BaseException] = []
 
     async def load() -> None:
-        await engine.load()
+        running.append(asyncio.ensure_future(engine.load()))
+        await running[0]
         engine.rest()
-
-    failures: list[BaseException] = []
 
     def run() -> None:
         try:
@@ -420,9 +404,16 @@ def _in_thread(engine: AsyncEngine) -> None:
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=run, name="engine-start")
+    thread = threading.Thread(target=run, name="engine-start", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C; the thread ends before anything of the engine is taken away
+        with suppress(RuntimeError):  # its event loop has been closed meanwhile
+            for task in running:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
     if failures:
         raise failures[0]
 

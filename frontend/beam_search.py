@@ -1,14 +1,11 @@
 """Beam search over ordinary requests: each step, every live beam asks for one more token."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.configs.beam_search_params import BeamSearchParams
 from headrace.frontend.outputs import Logprob
-
-logger = logging.getLogger(__name__)
 
 TokenScores = dict[int, Logprob]
 # Next-token scores of each sequence of tokens: the 2 * beam_width best of them, and maybe one more.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from headrace.configs.errors import InvalidRequestError
 from headrace.frontend.render_params import ChatParams, ContentFormat
-from headrace.frontend.special_spellings import SpellingGuard, spelling_set
+from headrace.frontend.special_spellings import SpellingGuard, SpellingSet, spelling_set
 from headrace.frontend.template_budget import DEFAULT_LIMITS, TemplateLimits
 from headrace.frontend.template_sandbox import CompiledTemplate, compile_template
 
@@ -73,8 +73,9 @@ def render_chat(
     source = params.chat_template or tokenizer.chat_template
     if not source:
         raise InvalidRequestError(
-            "this model has no chat template, so it cannot answer messages; send its text to "
-            "/v1/completions instead",
+            "this model has no chat template, so it cannot answer messages; give one (headrace "
+            "serve --chat-template, LLM.chat(chat_template=...)), or have plain text continued "
+            "(headrace complete, /v1/completions, LLM.generate)",
             "messages",
         )
     if params.continue_final_message and params.add_generation_prompt:
@@ -116,16 +117,18 @@ def render_chat(
                 "the chat template does not render the final message, so it cannot be continued",
                 "continue_final_message",
             )
-    return RenderedChat(guard.unmark(text), _encode(tokenizer, text, guard), plain)
+    return RenderedChat(guard.unmark(text), _encode(tokenizer, text, spellings, guard), plain)
 
 
-def _encode(tokenizer: ChatTokenizer, text: str, guard: SpellingGuard) -> list[int]:
+def _encode(
+    tokenizer: ChatTokenizer, text: str, spellings: SpellingSet, guard: SpellingGuard
+) -> list[int]:
     """Ids of the rendered text, in which the spellings in user text are marked."""
     if not guard.has_marks(text):
         return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
     special_tokens = tokenizer.special_tokens
     token_ids: list[int] = []
-    for piece, is_special in spelling_set(tuple(sorted(special_tokens))).split(text):
+    for piece, is_special in spellings.split(text):
         if is_special:
             token_ids.append(special_tokens[piece])
         else:

@@ -103,11 +103,6 @@ class CompletionView(CompletionOutput):
         self._read["logprobs"] = value
 
     @property
-    def num_tokens(self) -> int:
-        """`len(token_ids)`, without making the list."""
-        return len(self.token_ids) if "token_ids" in self._read else self._stop[0] - self._start[0]
-
-    @property
     def _tokens(self) -> slice:
         return slice(self._start[0], self._stop[0])
 

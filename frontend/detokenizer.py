@@ -1,13 +1,12 @@
 """Token ids to text, one token at a time. Torch-free.
 
-The text of a token list is defined by `decode_all`: the bytes of its tokens, joined, decoded as
-UTF-8 with U+FFFD for what is invalid (as Python's `errors="replace"` does).
+The text of a token list is the bytes of its tokens, joined, decoded as UTF-8 with U+FFFD for what
+is invalid (as Python's `errors="replace"` does); `Tokenizer.decode` gives it in one go.
 `IncrementalDetokenizer` gives the same text in pieces: what it has returned is never taken back, so
 bytes that may still become a character are held until that is decided.
 """
 
 import codecs
-from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -26,19 +25,13 @@ class TokenTable(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of one choice, as its tokens arrive. The cost of a token is that of its own bytes.
+    """Text of one choice, as its tokens arrive. The cost of a token is that of its own bytes."""
 
-    `continues_text` says that the tokens follow a prompt, so that a leading space is text; the
-    default is that they are a text of their own, as in `decode_all`.
-    """
-
-    def __init__(
-        self, tokenizer: TokenTable, skip_special_tokens: bool = True, continues_text: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: TokenTable, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strips_space = tokenizer.strips_leading_space and not continues_text
+        self._strips_space = tokenizer.strips_leading_space
 
     def push(self, token_id: int) -> str:
         """The text that is certain now and was not before: often a word, sometimes nothing."""
@@ -55,16 +48,3 @@ class IncrementalDetokenizer:
             self._strips_space = False
             return text.removeprefix(" ")
         return text
-
-
-def decode_all(
-    tokenizer: TokenTable,
-    token_ids: Iterable[int],
-    skip_special_tokens: bool = True,
-    continues_text: bool = False,
-) -> str:
-    """The text of a whole token list: what all pushes and the flush give, joined."""
-    kept = (i for i in token_ids if not (skip_special_tokens and tokenizer.is_special(i)))
-    text = b"".join(map(tokenizer.token_bytes, kept)).decode("utf-8", errors="replace")
-    strips_space = tokenizer.strips_leading_space and not continues_text
-    return text.removeprefix(" ") if strips_space else text

@@ -51,8 +51,11 @@ class FrontEnd:
         self.max_prompt_tokens = (
             min(config.model_config.max_model_len, ready.max_request_tokens) - 1
         )
-        self._ready = ready
-        self._use(renderer)
+        self.renderer = renderer
+        self._processor = OutputProcessor(renderer.tokenizer)
+        self._admission = Admission(
+            config.model_config, ready, renderer.tokenizer, config.scheduler_config.policy
+        )
         self._labels: dict[str, str] = {}  # live request -> its label
         self._ids: dict[str, set[str]] = {}  # label -> live requests
         self._last_step_time = time.monotonic()
@@ -84,12 +87,10 @@ class FrontEnd:
                 f"{policy!r}"
             )
 
-    def is_live(self, label: str) -> bool:
-        """Whether a request of that label is in flight."""
-        return label in self._ids
-
     def check_unused(self, label: str) -> None:
-        """ValueError if a request of that label is in flight (the Python API's rule)."""
+        """The Python API's rule: TypeError for what is no str, ValueError for one in flight."""
+        if not isinstance(label, str):
+            raise TypeError(f"request_id must be a str, got {type(label).__name__}")
         if label in self._ids:
             raise ValueError(
                 f"request id {label!r} is in use; give another one or wait for its end"
@@ -164,19 +165,10 @@ class FrontEnd:
         self.renderer.get_tokenizer()
         if self._labels:
             raise RuntimeError(f"the tokenizer cannot change under {len(self)} requests in flight")
-        self.log_stats()  # what the output processor still has to report
+        ours = adopted(tokenizer)
         self.renderer.shutdown()
-        self._use(Renderer(self.config.model_config, adopted(tokenizer)))
-
-    def _use(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-        self._processor = OutputProcessor(renderer.tokenizer)
-        self._admission = Admission(
-            self.config.model_config,
-            self._ready,
-            renderer.tokenizer,
-            self.config.scheduler_config.policy,
-        )
+        self.renderer = Renderer(self.config.model_config, ours)
+        self._processor.tokenizer = self._admission.tokenizer = ours
 
     def log_stats(self) -> None:
         """Hand out a record of now, outside of any step."""

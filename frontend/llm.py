@@ -338,12 +338,11 @@ class LLM:
         """Outputs in the order of `labels`; those of requests that others added are left out."""
         results: dict[str, RequestOutput] = {}
         open_labels = set(labels)
-        bar = ProcessedBar(num_sequences, use_tqdm)
-        while open_labels and self.llm_engine.has_unfinished_requests():
-            for output in self.llm_engine.step():
-                if output.finished and output.request_id in open_labels:
-                    open_labels.discard(output.request_id)
-                    results[output.request_id] = output
-                    bar.advance(output)
-        bar.close()
+        with contextlib.closing(ProcessedBar(num_sequences, use_tqdm)) as bar:
+            while open_labels and self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    if output.finished and output.request_id in open_labels:
+                        open_labels.discard(output.request_id)
+                        results[output.request_id] = output
+                        bar.advance(output)
         return [results[label] for label in labels if label in results]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from headrace.configs.config import (
     DecodingConfig,
@@ -22,14 +22,14 @@ from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import EngineCoreOutputs
 from headrace.engine_core.supervisor import EngineCoreProcess
 from headrace.frontend.admission import RenderedPrompt
-from headrace.frontend.config_attributes import ConfigAttributes
+from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.front_end import FrontEnd
 from headrace.frontend.inputs import PromptType
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.renderer import Renderer
 from headrace.frontend.start_engine import resolve, spawn, start_blocking
 from headrace.frontend.startup_report import StartupReport
-from headrace.frontend.stat_loggers import StatLoggers, default_stat_loggers
+from headrace.frontend.stat_loggers import StatLoggers
 from headrace.frontend.stats import StatLoggerBase
 from headrace.frontend.tokenizers import Tokenizer
 from headrace.frontend.unsupported import (
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Output = TypeVar("Output")
 
 
-class LLMEngine(ConfigAttributes, UnsupportedMethods):
+class LLMEngine(EngineAttributes, UnsupportedMethods):
     """An engine core and the front end for it, driven by one thread.
 
     The step loop runs in the engine core (a child process; HEADRACE_MULTIPROCESSING=0: this one):
@@ -79,17 +79,14 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
             mm_registry=(mm_registry, "media in prompts"),
             use_cached_outputs=(use_cached_outputs or None, "output objects that change later"),
         )
-        self.config = vllm_config
-        self.log_stats = log_stats
+        self.config = replace(vllm_config, log_stats=log_stats)
         self.report = report or StartupReport(time.time())
-        renderer, self._client = start_blocking(vllm_config, process or spawn(), self.report)
+        loggers = StatLoggers.of(self.config, stat_loggers)
+        renderer, self._client = start_blocking(self.config, process or spawn(), self.report)
         self._finalizer = weakref.finalize(self, self._client.close)
-        loggers = None
-        if log_stats:
-            loggers = default_stat_loggers(vllm_config) if stat_loggers is None else stat_loggers
-        self.front_end = FrontEnd(vllm_config, self._client.ready, renderer, StatLoggers(loggers))
+        self.front_end = FrontEnd(self.config, self._client.ready, renderer, loggers)
         self._outputs: list[RequestOutput] = []
-        self._failures: deque[HeadraceError] = deque()
+        self._failures: deque[tuple[str, HeadraceError]] = deque()  # with the request's label
 
     @classmethod
     def from_engine_args(
@@ -127,23 +124,10 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
         """End the engine core. Idempotent; also happens when the object or the script ends."""
         self._finalizer()
 
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError(
-            "an engine cannot be pickled; a callable for collective_rpc must not refer to it"
-        )
-
-    @property
-    def renderer(self) -> Renderer:
-        return self.front_end.renderer
-
     @property
     def input_preprocessor(self) -> Renderer:
-        """What makes token ids of prompts: the renderer."""
-        return self.front_end.renderer
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.front_end.renderer.tokenizer
+        """The renderer, under the name that vLLM's users know."""
+        return self.renderer
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -153,14 +137,14 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
     def get_tokenizer(self, lora_request: Any = None) -> Tokenizer:
         """The tokenizer; ValueError with skip_tokenizer_init."""
         refuse_given(lora_request=(lora_request, LORA))
-        return self.front_end.renderer.get_tokenizer()
+        return self.renderer.get_tokenizer()
 
     def get_tokenizer_group(self) -> Tokenizer:
         """The tokenizer: without adapters, the group is this one."""
         return self.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use another tokenizer from now on; see `adopt_tokenizer`."""
+        """Use another tokenizer from now on; see `FrontEnd.set_tokenizer`."""
         self.front_end.set_tokenizer(tokenizer)
 
     def add_request(
@@ -179,7 +163,7 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
 
         `params` may be changed or used again afterwards. `arrival_time`: seconds since the epoch.
         """
-        self._check_id(request_id)
+        self.front_end.check_unused(request_id)
         refuse_given(
             lora_request=(lora_request, LORA),
             trace_headers=(trace_headers, TRACING),
@@ -196,7 +180,7 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
         self, request_id: str, prompt: RenderedPrompt, params: SamplingParams, priority: int = 0
     ) -> None:
         """`add_request` for a prompt that the renderer has made."""
-        self._check_id(request_id)
+        self.front_end.check_unused(request_id)
         request = self.front_end.admit(prompt, params, request_id, priority=priority)
         try:
             self._client.add_request(request)
@@ -205,16 +189,19 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
             raise
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Stop requests; unknown and finished ids are ignored. Their outputs do not come any more.
+        """Stop requests; unknown and finished ids are ignored.
 
-        Everything they hold is free before the next step.
+        Their outputs and errors do not come any more; everything they hold is free before the next
+        step.
         """
         labels = {request_id} if isinstance(request_id, str) else set(request_id)
         self._outputs = [output for output in self._outputs if output.request_id not in labels]
-        for label in labels:
-            for internal in self.front_end.ids_of(label):
-                self.front_end.drop(internal)
-                self._client.abort(internal)
+        self._failures = deque(item for item in self._failures if item[0] not in labels)
+        ids = [internal for label in labels for internal in self.front_end.ids_of(label)]
+        for internal in ids:
+            self.front_end.drop(internal)
+        for internal in ids:
+            self._client.abort(internal)
 
     def step(self) -> list[RequestOutput]:
         """Wait for one step and return the outputs that are new; [] when nothing is unfinished.
@@ -225,7 +212,7 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
         if not self._outputs and not self._failures and len(self.front_end):
             self._take(self._next_message())
         if self._failures:
-            raise self._failures.popleft()
+            raise self._failures.popleft()[1]
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -243,7 +230,7 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
             if result.output is not None:
                 self._outputs.append(result.output)
             if result.failure is not None:
-                self._failures.append(result.failure)
+                self._failures.append((result.label, result.failure))
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -308,19 +295,6 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
     def get_lora_config(self) -> None:
         return self.lora_config
 
-    @property
-    def stat_loggers(self) -> dict[str, StatLoggerBase]:
-        """The stat loggers by name; none if statistics are disabled."""
-        return self.front_end.stat_loggers.by_name
-
-    def add_logger(self, logger_name: str, logger: StatLoggerBase) -> None:
-        """RuntimeError if statistics are disabled, KeyError if the name is taken."""
-        self.front_end.stat_loggers.add(logger_name, logger)
-
-    def remove_logger(self, logger_name: str) -> None:
-        """RuntimeError if statistics are disabled, KeyError if there is no such logger."""
-        self.front_end.stat_loggers.remove(logger_name)
-
     def do_log_stats(
         self,
         scheduler_outputs: Any = None,
@@ -384,8 +358,3 @@ class LLMEngine(ConfigAttributes, UnsupportedMethods):
         TimeoutError after `timeout` seconds; the call itself, and the engine, go on then.
         """
         return self._client.call_workers(method, args, kwargs, timeout)
-
-    def _check_id(self, request_id: str) -> None:
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        self.front_end.check_unused(request_id)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from headrace.configs.errors import HeadraceError, RequestFailedError, error_from_code
 from headrace.configs.sampling_params import RequestOutputKind
 from headrace.engine_core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from headrace.frontend.detokenizer import TokenTable
 from headrace.frontend.outputs import RequestOutput
-from headrace.frontend.request_state import RequestState, Tokenizer
+from headrace.frontend.request_state import RequestState
 from headrace.frontend.stats import FinishedRequest, IterationStats
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 class Processed:
     """What one step meant for a request: an output or a failure; choices to abort in the core."""
 
+    label: str  # the caller's name for the request
     output: RequestOutput | None = None
     failure: HeadraceError | None = None
     aborts: list[int] = field(default_factory=list)
@@ -39,9 +41,9 @@ class ProcessedStep:
 class OutputProcessor:
     """All requests in flight of one front end."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: TokenTable | None) -> None:
         """Without a tokenizer, outputs have token ids and no text."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._states: dict[str, RequestState] = {}
         self._dropped: list[FinishedRequest] = []  # since the last message
 
@@ -53,7 +55,7 @@ class OutputProcessor:
     ) -> None:
         """Start to follow a request; its outputs carry `label` as their request id."""
         self._states[request.request_id] = RequestState(
-            request, label, prompt, kind, self._tokenizer
+            request, label, prompt, kind, self.tokenizer
         )
 
     def drop(self, request_id: str, reason: str = "abort") -> None:
@@ -74,7 +76,7 @@ class OutputProcessor:
         for output in message.outputs:
             state = self._states.get(output.request_id)
             if state is not None:
-                result = results.setdefault(output.request_id, Processed())
+                result = results.setdefault(output.request_id, Processed(state.label))
                 if self._push(state, output, result, iteration):
                     changed.setdefault(output.request_id, set()).add(output.index)
         for request_id, indexes in changed.items():

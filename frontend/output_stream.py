@@ -6,16 +6,16 @@ from headrace.frontend.outputs import RequestOutput
 
 
 class OutputStream:
-    """A slow consumer gets outputs merged, not queued; merging costs O(1) per token.
+    """A slow consumer gets outputs merged, not queued.
 
-    Use it on one event loop.
+    Merging costs O(1) per token for outputs that are views of a growing choice. Use it on one event
+    loop.
     """
 
     def __init__(self, request_id: str, merges_deltas: bool) -> None:
         self.request_id = request_id  # the internal one
         self._merges_deltas = merges_deltas
         self._item: RequestOutput | None = None
-        self._texts: dict[int, list[str]] = {}  # choice -> pieces that `_item` lacks
         self._error: BaseException | None = None
         self._news = asyncio.Event()
 
@@ -24,10 +24,6 @@ class OutputStream:
         if self._item is None or not self._merges_deltas:
             self._item = item
         else:
-            for choice in item.outputs:
-                if choice.text:
-                    self._texts.setdefault(choice.index, []).append(choice.text)
-                    choice.text = ""
             self._item.add(item, aggregate=True)
         self._news.set()
 
@@ -43,10 +39,6 @@ class OutputStream:
             assert self._error is not None
             raise self._error
         item, self._item = self._item, None
-        if self._texts:
-            for choice in item.outputs:
-                choice.text += "".join(self._texts.get(choice.index, ()))
-            self._texts = {}
         if self._error is None:
             self._news.clear()
         return item

@@ -127,8 +127,9 @@ class TokenizeParams:
         ids = self._truncate(ids, *around)
         limit = self.max_input_tokens
         if limit is not None and len(ids) > limit:
+            most = limit if self.max_output_tokens else limit - 1  # one output token at the least
             raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens, but at most {limit} fit ({self._sizes()}); "
+                f"the prompt has {len(ids)} tokens, but at most {most} fit ({self._sizes()}); "
                 "shorten the prompt",
                 "prompt",
             )
@@ -205,15 +206,3 @@ class ChatParams:
         changes: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
         variables = {**self.chat_template_kwargs, **given}
         return dataclasses.replace(self, **changes, chat_template_kwargs=variables)
-
-    def with_defaults(self, defaults: "ChatParams") -> "ChatParams":
-        """These, with `defaults` for a template, format and variables that they leave open."""
-        content_format = self.chat_template_content_format
-        if content_format == "auto":
-            content_format = defaults.chat_template_content_format
-        return dataclasses.replace(
-            self,
-            chat_template=self.chat_template or defaults.chat_template,
-            chat_template_content_format=content_format,
-            chat_template_kwargs={**defaults.chat_template_kwargs, **self.chat_template_kwargs},
-        )

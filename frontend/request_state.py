@@ -1,32 +1,22 @@
 """One request in flight: tokens become text, text is cut at stop strings, outputs are made."""
 
 import math
-from typing import Protocol
 
 from headrace.configs.errors import RequestFailedError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.engine_core.messages import EngineCoreOutput, EngineCoreRequest
 from headrace.frontend.completion_view import ChoiceContent, CompletionView
-from headrace.frontend.detokenizer import IncrementalDetokenizer
+from headrace.frontend.detokenizer import IncrementalDetokenizer, TokenTable
 from headrace.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from headrace.frontend.stats import FinishedRequest, IterationStats
 from headrace.frontend.stop_strings import StopStrings
 from headrace.workers.protocol import TokenLogprobs
 
 
-class Tokenizer(Protocol):
-    """What text output needs of a tokenizer."""
-
-    @property
-    def strips_leading_space(self) -> bool: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def is_special(self, token_id: int) -> bool: ...
-
-
 class Choice:
     """One choice, token by token: how steps cut the tokens never matters."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, index: int, params: SamplingParams, tokenizer: TokenTable | None) -> None:
         self.index = index
         self.content = ChoiceContent(params.returns_logprobs)
         self.cumulative_logprob = 0.0
@@ -109,7 +99,7 @@ class RequestState:
         label: str,
         prompt: str | None,
         kind: RequestOutputKind,
-        tokenizer: Tokenizer | None,
+        tokenizer: TokenTable | None,
     ) -> None:
         params = request.sampling_params
         self.request = request
@@ -232,7 +222,7 @@ class RequestState:
         )
 
 
-def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+def logprob_dict(entry: TokenLogprobs, tokenizer: TokenTable | None) -> dict[int, Logprob]:
     """The token itself first, then the most likely ones by rank.
 
     The text of a token that holds part of a character has U+FFFD for it; the exact bytes are the

@@ -42,9 +42,10 @@ def sampling_facts(model_config: ModelConfig, tokenizer: TokenNames | None) -> l
     values = [
         f"{name}={value} ({sources.get(name, 'model files')})" for name, value in defaults.items()
     ]
+    values.append("everything else built-in" if values else "all built-in")
     lines = [
         f"end-of-text tokens: {', '.join(ends) or 'none'}",
-        f"sampling defaults: {', '.join([*values, 'everything else built-in'])}",
+        f"sampling defaults: {', '.join(values)}",
     ]
     if model_config.max_output_tokens is not None:
         lines.append(f"at most {model_config.max_output_tokens} output tokens for every request")

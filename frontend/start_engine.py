@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import ExitStack
 
 from headrace.configs import environment
 from headrace.configs.config import EngineConfig
@@ -54,7 +55,7 @@ def spawn_process() -> EngineCoreProcess:
 
 
 def _runs_in_process() -> bool:
-    return environment.read(environment.MULTIPROCESSING, os.environ) == "0"
+    return not environment.read_switch(environment.MULTIPROCESSING, os.environ)
 
 
 def resolve(
@@ -88,15 +89,15 @@ def start_blocking(
         inproc = InprocClient(config, log_phase)
         _finish(config, renderer, inproc.ready, report, began)
         return renderer, inproc
-    client = SyncClient(process)
-    try:
+    with ExitStack() as undo:
+        undo.callback(process.kill)
+        client = SyncClient(process)
+        undo.callback(client.close)
         client.send_config(config)
         renderer = load_renderer(config, report)
         client.wait_ready(log_phase)
-    except BaseException:
-        client.close()
-        raise
-    _finish(config, renderer, client.ready, report, process.started)
+        _finish(config, renderer, client.ready, report, process.started)
+        undo.pop_all()
     return renderer, client
 
 
@@ -108,15 +109,20 @@ async def start_async(
     allows_callables: bool,
 ) -> Renderer:
     """`start_blocking` for a client that is attached to the running event loop; ends nothing."""
+
+    async def wait_ready() -> float:
+        await client.wait_ready(log_phase)
+        return time.time()
+
     client.send_config(config, allows_callables)
     loading = asyncio.create_task(asyncio.to_thread(load_renderer, config, report))
-    try:
-        await client.wait_ready(log_phase)
+    waiting = asyncio.create_task(wait_ready())
+    try:  # whichever fails first: a large model must not load for a broken tokenizer
+        renderer, core_ready = await asyncio.gather(loading, waiting)
     except BaseException:
         loading.cancel()
+        waiting.cancel()
         raise
-    core_ready = time.time()
-    renderer = await loading
     _finish(config, renderer, client.ready, report, process.started, core_ready)
     return renderer
 

@@ -10,12 +10,20 @@ logger = logging.getLogger(__name__)
 
 
 class StatLoggers:
-    """`by_name` is None when statistics are disabled."""
+    """One engine's; each gets every record."""
 
     def __init__(self, by_name: dict[str, StatLoggerBase] | None) -> None:
+        """`by_name` None: statistics are disabled."""
         self._by_name = by_name
         self._has_failed: set[str] = set()
         self._num_preemptions = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig, given: dict[str, StatLoggerBase] | None) -> "StatLoggers":
+        """Those that were given, else a line in the log and the metrics for Prometheus."""
+        if not config.log_stats:
+            return cls(None)
+        return cls(_default_loggers(config) if given is None else given)
 
     @property
     def by_name(self) -> dict[str, StatLoggerBase]:
@@ -58,8 +66,7 @@ class StatLoggers:
         return self._by_name
 
 
-def default_stat_loggers(config: EngineConfig) -> dict[str, StatLoggerBase]:
-    """The line in the log, and the metrics for Prometheus."""
+def _default_loggers(config: EngineConfig) -> dict[str, StatLoggerBase]:
     from headrace.frontend.prometheus_logger import PrometheusStatLogger
     from headrace.frontend.stats_line import LoggingStatLogger
 

@@ -54,9 +54,7 @@ class CompiledTemplate:
             self.tests_for_string = any(t.name == "string" for t in tree.find_all(nodes.Test))
             code = environment.compile(_Rewriter().visit(tree))
         except (jinja2.TemplateError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"the model's chat template does not compile: {error}"
-            ) from error
+            raise InvalidRequestError(f"the chat template does not compile: {error}") from error
         self._template = jinja2.Template.from_code(environment, code, environment.globals)
 
     def render(self, variables: Mapping[str, Any], limits: TemplateLimits = DEFAULT_LIMITS) -> str:

@@ -1,8 +1,16 @@
-"""Fixtures shared by all tests: the real models, fetched by alias."""
+"""Fixtures shared by all tests: the real models, fetched by alias; torch's settings."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from headrace.engine_core.supervisor import OPENMP_SPIN
+
+# Before any test imports torch: beside other processes, small models spend ten times as long in
+# OpenMP's barriers as in computing.
+os.environ.update({**OPENMP_SPIN, **os.environ})
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +47,14 @@ def smollm2_hf(smollm2_gguf: Path) -> Path:
 @pytest.fixture(scope="session")
 def gemma3_hf(gemma3_gguf: Path) -> Path:
     return _hf_directory(gemma3_gguf)
+
+
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    """For tests with a worker in this process, which changes torch's settings for good."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(num_threads)

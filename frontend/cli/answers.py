@@ -1,22 +1,21 @@
 """Where `chat` and `complete` get their text: a running server, or an engine of their own."""
 
 import argparse
-import asyncio
 import contextlib
 import http.client
 import json
 import logging
 import os
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs
+from headrace.configs.engine_args import EngineArgs
 from headrace.configs.errors import ConfigurationError, RequestFailedError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.admission import RenderedPrompt
-from headrace.frontend.cli.serve import add_model_argument, engine_args_of, log_to_stderr
+from headrace.frontend.cli.engine_options import add_model_argument, engine_args_of, log_to_stderr
 from headrace.frontend.render_params import ChatParams
 from headrace.frontend.sampling_defaults import applied_defaults, default_max_tokens
 
@@ -76,7 +75,7 @@ def add_source_options(
     client.add_argument(
         "--api-key", default=None, help="key for the server (default: the variable OPENAI_API_KEY)"
     )
-    AsyncEngineArgs.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ def open_source(args: argparse.Namespace) -> Iterator[TextSource]:
         yield RemoteModel(args.url, key, args.model_name)
         return
     log_to_stderr(logging.WARNING)
-    with LocalModel(engine_args_of(args)) as model:
+    with contextlib.closing(LocalModel(engine_args_of(args, EngineArgs))) as model:
         yield model
 
 
@@ -174,53 +173,30 @@ class LocalModel:
     """An engine of our own, driven one answer at a time."""
 
     def __init__(self, args: EngineArgs) -> None:
-        self._args = args
-        self._runner = asyncio.Runner()
-        self._engine: Any = None
+        from headrace.frontend.llm_engine import LLMEngine  # here, so that help is quick
 
-    def __enter__(self) -> "LocalModel":
-        from headrace.frontend.async_engine import AsyncEngine
+        self._engine = LLMEngine.from_engine_args(args)
 
-        engine = AsyncEngine(self._args)
-        try:
-            self._runner.run(engine.start())
-        except BaseException:
-            self._runner.close()
-            raise
-        self._engine = engine
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            self._runner.run(self._engine.stop())
-        finally:
-            self._runner.close()
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
 
     def chat(self, messages: list[Message], options: AnswerOptions) -> Generator[str, None, None]:
-        async def render() -> RenderedPrompt:
-            _, prompts = await self._engine.renderer.render_chat_async([messages], ChatParams())
-            return prompts[0]
-
-        return self._pieces(render, options)
+        _, (prompt,) = self._engine.renderer.render_chat([messages], ChatParams())
+        return self._pieces(prompt, options)
 
     def complete(self, prompt: str, options: AnswerOptions) -> Generator[str, None, None]:
-        async def render() -> RenderedPrompt:
-            prompts = await self._engine.renderer.render_cmpl_async([prompt])
-            return prompts[0]
+        (rendered,) = self._engine.renderer.render_cmpl([prompt])
+        return self._pieces(rendered, options)
 
-        return self._pieces(render, options)
-
-    def _pieces(
-        self, render: Callable[[], Coroutine[Any, Any, RenderedPrompt]], options: AnswerOptions
-    ) -> Generator[str, None, None]:
-        params = self._params(options)
-        prompt = self._runner.run(render())
-        outputs = self._engine.generate(prompt, params, "cli")
+    def _pieces(self, prompt: RenderedPrompt, options: AnswerOptions) -> Generator[str, None, None]:
+        self._engine.add_rendered("cli", prompt, self._params(options))
         try:
-            while (output := self._runner.run(_next(outputs))) is not None:
-                yield "".join(choice.text for choice in output.outputs)
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    yield "".join(choice.text for choice in output.outputs)
         finally:
-            self._runner.run(outputs.aclose())
+            self._engine.abort_request("cli")
 
     def _params(self, options: AnswerOptions) -> SamplingParams:
         """The options over the model's defaults; without a length limit, what fits."""
@@ -234,10 +210,6 @@ class LocalModel:
             return SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-
-
-async def _next(outputs: AsyncIterator[Any]) -> Any:
-    return await anext(outputs, None)
 
 
 def _refusal(response: http.client.HTTPResponse) -> str:

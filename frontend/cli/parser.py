@@ -125,10 +125,12 @@ class Parser(argparse.ArgumentParser):
     def unknown_flag(self, word: str) -> str:
         """What to say of a flag that this parser lacks."""
         flag = re.split(r"[.=]", word, maxsplit=1)[0]
-        near = difflib.get_close_matches(flag, self._all_options(), n=1)
-        if flag in KNOWN_FLAGS:
+        options = self._all_options()
+        if flag in KNOWN_FLAGS:  # spelled right: only what is almost the same can stand in for it
+            near = difflib.get_close_matches(flag, options, n=1, cutoff=0.8)
             hint = f"; the nearest option there is: {near[0]}" if near else ""
             return f"{flag} is known but not implemented yet ({KNOWN_FLAGS[flag]}){hint}"
+        near = difflib.get_close_matches(flag, options, n=1)
         return f"unrecognized arguments: {word}" + (f" (did you mean {near[0]}?)" if near else "")
 
     def _all_options(self) -> list[str]:

@@ -82,7 +82,8 @@ class Engine:
         if step is None:
             return False
         assert (
-            step.total_num_scheduled_tokens <= self.config.scheduler_config.max_num_batched_tokens
+            sum(step.num_scheduled_tokens.values())
+            <= self.config.scheduler_config.max_num_batched_tokens
         )
         assert len(step.num_scheduled_tokens) <= self.config.scheduler_config.max_num_seqs
         self.pending.append((step, self.worker.execute_model(step)))

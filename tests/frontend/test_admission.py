@@ -208,9 +208,15 @@ def test_an_empty_salt_is_none() -> None:
     [
         (SamplingParams(stop_token_ids=[VOCAB]), r"stop_token_ids.*100.*\[0, 100\)"),
         (SamplingParams(logit_bias={-1: 1.0}), "logit_bias.*-1"),
-        (SamplingParams(logit_bias={"3": 1.0}), "logit_bias must hold ints, got '3'"),  # type: ignore[dict-item]
+        (
+            SamplingParams(logit_bias={"3": 1.0}),
+            "logit_bias must hold ints, got '3'",
+        ),  # type: ignore[dict-item]
         (SamplingParams(allowed_token_ids=[1, VOCAB]), r"allowed_token_ids.*100.*\[0, 100\)"),
-        (SamplingParams(allowed_token_ids=[True]), "allowed_token_ids must hold ints, got True"),
+        (
+            SamplingParams(allowed_token_ids=[True]),
+            "allowed_token_ids must hold ints, got True",
+        ),
         (SamplingParams(allowed_token_ids=[]), r"allowed_token_ids is empty.*\[0, 100\)"),
     ],
 )
@@ -235,6 +241,8 @@ def test_facts_for_the_log() -> None:
         "at most 100 output tokens for every request",
     ]
     assert sampling_facts(model, None)[0] == "end-of-text tokens: 2, 5"
+    plain = ModelConfig("m", "m", "m", ("m",), "LlamaForCausalLM", {}, "float32", 32, VOCAB, 2)
+    assert sampling_facts(plain, None)[1] == "sampling defaults: all built-in"
     assert applied_defaults(model.default_sampling_params) == {"temperature": 0.6, "top_k": 40}
     assert applied_defaults({"repetition_penalty": 1.2}) == {"repetition_penalty": 1.2}
 

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -16,12 +17,15 @@ from headrace import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingPar
 from headrace.configs.errors import (
     ConfigurationError,
     EngineDeadError,
+    HeadraceError,
     InvalidRequestError,
     ModelFileError,
     RequestAbortedError,
     UnsupportedFeatureError,
 )
 from headrace.engine.async_llm_engine import AsyncEngineDeadError
+from headrace.engine_core.client import AsyncClient
+from headrace.engine_core.supervisor import EngineCoreProcess
 from headrace.frontend.async_engine import AsyncEngine
 from headrace.frontend.stats import StatLoggerBase, Stats
 from headrace.sampling_params import RequestOutputKind
@@ -385,6 +389,84 @@ def test_a_start_that_fails(
     monkeypatch.setenv("HEADRACE_MULTIPROCESSING", "0")
     with pytest.raises(ConfigurationError, match="needs a process"):
         AsyncLLMEngine.from_engine_args(args)
+
+
+def test_ctrl_c_during_the_start(tiny_model: Path) -> None:
+    """Neither the thread that loads nor the engine core is left."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    config = AsyncEngineArgs(str(tiny_model), **ENGINE_ARGUMENTS).create_engine_config()
+    process = EngineCoreProcess()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # the engine core still imports torch then
+        with pytest.raises(KeyboardInterrupt):
+            AsyncLLMEngine(config, process=process)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert "engine-start" not in [thread.name for thread in threading.enumerate()]
+    assert process.exit_code is not None
+
+
+def test_a_broken_tokenizer_ends_the_start(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for the engine core, which may have much to load."""
+
+    async def never(client: AsyncClient, progress: Any) -> None:
+        await asyncio.Event().wait()
+
+    def broken(*arguments: Any) -> None:
+        raise ModelFileError("no tokenizer")
+
+    monkeypatch.setattr(AsyncClient, "wait_ready", never)
+    monkeypatch.setattr("headrace.frontend.start_engine.load_renderer", broken)
+    process = EngineCoreProcess()
+    args = AsyncEngineArgs(str(tiny_model), **ENGINE_ARGUMENTS)
+
+    async def go() -> None:
+        engine = AsyncEngine(args, process=process)
+        for _ in range(2):  # the second time, it has been stopped
+            with pytest.raises(HeadraceError):
+                await asyncio.wait_for(engine.start(), 20)
+
+    asyncio.run(go())
+    assert process.exit_code is not None
+
+
+def test_event_loops(tiny_model: Path) -> None:
+    """The engine follows to a loop when the last one does not run; two at once are an error."""
+    engine = make_engine(tiny_model)
+    left = asyncio.new_event_loop()
+    left.run_until_complete(all_of(engine.generate("a", FOUR, "r")))
+    asyncio.run(asyncio.wait_for(all_of(engine.generate("a", FOUR, "r")), 20))
+    left.run_until_complete(asyncio.sleep(0))  # the receiver that was cancelled ends
+    left.close()
+
+    ready, errors = threading.Event(), []
+
+    async def until_closed() -> None:
+        asyncio.get_running_loop().set_debug(True)  # finds calls from the wrong thread
+        engine.front_end.process = lambda message: {}  # type: ignore[method-assign]  # never ends
+        stream = await engine.add_request("r", "a", LONG)
+        ready.set()
+        try:
+            while True:
+                await anext(stream)
+        except EngineDeadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=lambda: asyncio.run(until_closed()))
+    thread.start()
+    assert ready.wait(20)
+    with pytest.raises(RuntimeError, match="another thread"):
+        asyncio.run(all_of(engine.generate("a", FOUR, "s")))
+    engine.close()
+    thread.join(20)
+    assert [str(error) for error in errors] == ["the engine has been closed; make a new one"]
 
 
 def with_server_engine(path: Path, work: Any, **arguments: Any) -> None:

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.frontend.detokenizer import IncrementalDetokenizer, decode_all
+from headrace.frontend.detokenizer import IncrementalDetokenizer
 from headrace.frontend.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 
 
@@ -44,19 +44,16 @@ EOS = PIECES.index(b"<eos>")
 ids = st.lists(st.integers(0, len(PIECES)), max_size=30)  # one id is outside of the table
 
 
-@given(token_ids=ids, skip=st.booleans(), strips=st.booleans(), continues=st.booleans())
-@example(token_ids=[10, EOS, 9, 10], skip=True, strips=True, continues=False)
-def test_streamed_text_is_the_decoded_text(
-    token_ids: list[int], skip: bool, strips: bool, continues: bool
-) -> None:
+@given(token_ids=ids, skip=st.booleans(), strips=st.booleans())
+@example(token_ids=[10, EOS, 9, 10], skip=True, strips=True)
+def test_streamed_text_is_the_decoded_text(token_ids: list[int], skip: bool, strips: bool) -> None:
     tokenizer = ByteTable(PIECES, {EOS}, strips)
-    deltas = stream(IncrementalDetokenizer(tokenizer, skip, continues), token_ids)
+    deltas = stream(IncrementalDetokenizer(tokenizer, skip), token_ids)
     kept = [i for i in token_ids if not (skip and i == EOS) and i < len(PIECES)]
     expected = b"".join(PIECES[i] for i in kept).decode("utf-8", "replace")
-    if strips and not continues and expected.startswith(" "):
+    if strips and expected.startswith(" "):
         expected = expected[1:]
     assert "".join(deltas) == expected
-    assert decode_all(tokenizer, token_ids, skip, continues) == expected
 
 
 @given(text=st.text(max_size=20), data=st.data())
@@ -82,7 +79,6 @@ def test_a2_partial_characters() -> None:
     assert deltas == ["", "", "\U0001f9ed", "", "ő", "", "\u200d", ""]
     cut = ByteTable([b"\xf0", b"\x9f"])
     assert stream(IncrementalDetokenizer(cut), [0, 1]) == ["", "", "\ufffd"]
-    assert decode_all(cut, [0, 1]) == "\ufffd"
 
 
 def test_special_tokens_are_left_out_or_kept() -> None:
@@ -95,7 +91,6 @@ def test_the_leading_space() -> None:
     tokenizer = ByteTable([b" ", b" a", b""], strips_leading_space=True)
     assert stream(IncrementalDetokenizer(tokenizer), [2, 1, 1]) == ["", "a", " a", ""]
     assert stream(IncrementalDetokenizer(tokenizer), [0, 0, 1]) == ["", " ", " a", ""]
-    assert stream(IncrementalDetokenizer(tokenizer, continues_text=True), [1]) == [" a", ""]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +111,6 @@ def byte_level() -> Tokenizer:
 @given(token_ids=st.lists(st.integers(0, 260), max_size=40), skip=st.booleans())
 def test_with_the_real_tokenizer(byte_level: Tokenizer, token_ids: list[int], skip: bool) -> None:
     text = "".join(stream(IncrementalDetokenizer(byte_level, skip), token_ids))
-    assert text == decode_all(byte_level, token_ids, skip)
     assert text == byte_level.decode(token_ids, skip_special_tokens=skip)
 
 
@@ -163,4 +157,4 @@ def test_spaces_between_special_tokens_as_in_transformers(
         token_ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    assert decode_all(byte_level, token_ids, skip) == expected
+    assert byte_level.decode(token_ids, skip) == expected

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 
 from headrace.configs.config import EngineConfig, ModelConfig, SchedulerConfig
 from headrace.configs.errors import InvalidRequestError
@@ -21,6 +22,7 @@ from headrace.frontend.renderer import Renderer
 from headrace.frontend.stat_loggers import StatLoggers
 from headrace.frontend.stats import StatLoggerBase, Stats
 from headrace.frontend.stats_line import LoggingStatLogger
+from headrace.frontend.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 from headrace.workers.protocol import RequestFault
 
 MODEL = ModelConfig(
@@ -69,7 +71,7 @@ def test_labels_of_requests_in_flight() -> None:
     assert results[first.request_id].output.request_id == "same"
     assert front_end.ids_of("same") == [second.request_id] and len(front_end) == 1
     assert front_end.drop(second.request_id) and not front_end.drop(second.request_id)
-    assert not front_end.is_live("same") and front_end.ids_of("same") == []
+    assert front_end.ids_of("same") == []
     front_end.check_unused("same")
 
 
@@ -79,7 +81,28 @@ def test_a_failed_request_is_over() -> None:
     fault = RequestFault("non_finite_logits", "NaN")
     results = front_end.process(message(request.request_id, finish="error", fault=fault))
     assert results[request.request_id].failure is not None
-    assert len(front_end) == 0 and not front_end.is_live("a")
+    assert len(front_end) == 0 and front_end.ids_of("a") == []
+
+
+def test_request_numbers_go_on_with_another_tokenizer() -> None:
+    """Seeds derive from them: no two requests of an engine may share one."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, TokenizerFacts("test"))
+    model = replace(MODEL, seed=7)
+    front_end = FrontEnd(
+        EngineConfig(model), READY, Renderer(model, tokenizer), StatLoggers({"r": Recorder()})
+    )
+    seeds = []
+    for _ in range(3):
+        request = front_end.admit(PROMPT, SamplingParams(), "r")
+        seeds.append(request.sampling_params.seed)
+        front_end.drop(request.request_id)
+        front_end.set_tokenizer(tokenizer)
+    assert len(set(seeds)) == 3
+    front_end.log_stats()
+    (record,) = front_end.stat_loggers.by_name["r"].records  # type: ignore[attr-defined]
+    assert len(record.iteration.finished) == 3
 
 
 def test_limits_and_refusals() -> None:

@@ -44,7 +44,7 @@ def test_every_option_reaches_the_server(tmp_path):
         "--enable-force-include-usage", "--return-tokens-as-token-ids",
         "--sse-keep-alive-interval", "2.5", "--enable-server-load-tracking", "--max-log-len", "9",
         "--h11-max-header-count", "10", "--h11-max-incomplete-event-size", "4K", "--strict",
-        "--access-log", logs_requests=True,
+        "--access-log", "--drain-timeout", "7.5", logs_requests=True,
     )  # fmt: skip
     assert (made.host, made.port, made.root_path) == ("::1", 0, "/llm")
     assert made.api_keys == ("a", "b")
@@ -59,6 +59,7 @@ def test_every_option_reaches_the_server(tmp_path):
     assert made.enable_server_load_tracking and made.max_log_len == 9
     assert (made.limits.max_header_count, made.limits.max_header_bytes) == (10, 4096)
     assert made.strict and made.access_log and made.enable_log_requests
+    assert made.shutdown_timeout == options("--shutdown-timeout", "7.5").shutdown_timeout == 7.5
 
 
 def test_keys():
@@ -75,6 +76,7 @@ def test_a_template_may_be_given_as_itself():
     ("words", "message"),
     [
         (["--chat-template", "no/such/file.jinja"], "neither a file nor a template"),
+        (["--chat-template", "{% for"], "--chat-template: the chat template does not compile"),
         (["--root-path", "llm"], "--root-path"),
         (["--ssl-keyfile", "k"], "both --ssl-certfile and --ssl-keyfile"),
         (["--ssl-ca-certs", "c"], "need --ssl-certfile"),
@@ -82,6 +84,7 @@ def test_a_template_may_be_given_as_itself():
         (["--allow-credentials", "--allowed-origins", "*"], "name the origins"),
         (["--sse-keep-alive-interval", "-1"], "sse_keep_alive_interval"),
         (["--h11-max-header-count", "0"], "h11_max_header_count"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout"),
         (["--access-log", "--disable-uvicorn-access-log"], "contradict"),
     ],
 )

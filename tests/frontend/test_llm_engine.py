@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from headrace.configs.errors import (
     NonFiniteLogitsError,
     UnsupportedFeatureError,
 )
+from headrace.engine_core.messages import EngineCoreOutput, EngineCoreOutputs, EngineStats
 from headrace.frontend.stats import StatLoggerBase, Stats
 from headrace.sampling_params import RequestOutputKind
+from headrace.workers.protocol import RequestFault
 from tests.e2e.tiny_model import ENGINE_ARGUMENTS, MAX_MODEL_LEN
 
 pytestmark = pytest.mark.slow
@@ -192,6 +195,30 @@ def test_a_failed_request_is_raised_by_step_and_others_are_kept(engine: LLMEngin
     }  # fmt: skip
 
 
+def test_an_abort_takes_pending_failures_along(
+    llm: LLM, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call whose requests fail in one step leaves nothing for the next call to raise."""
+    fault = RequestFault("non_finite_logits", "NaN")
+
+    def all_fail() -> EngineCoreOutputs:
+        outputs = [
+            EngineCoreOutput(
+                engine.front_end.ids_of(label)[0], 0, 0, [], finish_reason="error", fault=fault
+            )
+            for label in engine.front_end._ids
+        ]
+        return EngineCoreOutputs(outputs, EngineStats())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_next_message", all_fail)
+        with pytest.raises(NonFiniteLogitsError):
+            llm.generate([[3, 4], [5, 6], [7, 8]], FOUR, use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+    (output,) = llm.generate([[3, 4]], FOUR, use_tqdm=False)
+    assert output.finished
+
+
 def test_loggers(engine: LLMEngine) -> None:
     recorder = Recorder()
     engine.add_logger("mine", recorder)
@@ -295,7 +322,8 @@ def test_in_this_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     recorder = Recorder()
     config = args.create_engine_config()
     child = LLMEngine.from_vllm_config(config, stat_loggers={"only": recorder})
-    assert child.stat_loggers == {"only": recorder} and child.config is config
+    assert child.stat_loggers == {"only": recorder}
+    assert child.log_stats and child.config == replace(config, log_stats=True)
     child.add_request("r", [1, 2, 3], FOUR)
     assert run(child)["r"][-1].outputs[0].token_ids == output.outputs[0].token_ids
     assert recorder.records

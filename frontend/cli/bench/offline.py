@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 from headrace.configs.engine_args import EngineArgs
 from headrace.configs.options import default_of, option_fields
 from headrace.frontend.cli.bench.prompt_tokens import LocalTokens
-from headrace.frontend.cli.serve import add_model_argument, log_to_stderr
+from headrace.frontend.cli.engine_options import (
+    add_model_argument,
+    engine_args_of,
+    log_to_stderr,
+)
 
 if TYPE_CHECKING:
     from headrace.frontend.llm import LLM
@@ -23,9 +27,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
     """The engine arguments of a command line that has `add_engine_options`."""
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    return EngineArgs.from_cli_args(args)
+    return engine_args_of(args, EngineArgs)
 
 
 def changed_fields(args: EngineArgs) -> dict[str, Any]:

@@ -5,11 +5,12 @@ import statistics
 
 import pytest
 
-from headrace.configs.engine_args import EngineArgs
+from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs
 from headrace.frontend.cli import serve as serve_command
 from headrace.frontend.cli.bench import latency, throughput
 from headrace.frontend.cli.bench.offline import changed_fields
 from headrace.frontend.cli.bench.startup import drop_file_cache, read_table, server_flags
+from headrace.frontend.cli.engine_options import engine_args_of
 from headrace.frontend.startup_report import StartupReport
 
 
@@ -94,7 +95,7 @@ def test_server_flags_give_the_same_arguments_back():
     assert "secret" not in flags and flags[0] == "m"
     parser = argparse.ArgumentParser()
     serve_command.add_parser(parser.add_subparsers())
-    parsed = serve_command.engine_args_of(parser.parse_args(["serve", *flags]))
+    parsed = engine_args_of(parser.parse_args(["serve", *flags]), AsyncEngineArgs)
     expected = {name: value for name, value in changed_fields(args).items() if name != "hf_token"}
     assert changed_fields(parsed) == expected
 
