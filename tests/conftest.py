@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: the real models, fetched by alias; torch's settings."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,12 +50,14 @@ def gemma3_hf(gemma3_gguf: Path) -> Path:
     return _hf_directory(gemma3_gguf)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
 def torch_settings() -> Iterator[None]:
-    """For tests with a worker in this process, which changes torch's settings for good."""
-    import torch
-
-    num_threads = torch.get_num_threads()
+    """A worker in this process changes torch's settings for good: put them back."""
+    torch = sys.modules.get("torch")
+    num_threads = None if torch is None else torch.get_num_threads()
     yield
-    torch.set_flush_denormal(False)
-    torch.set_num_threads(num_threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_flush_denormal(False)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)

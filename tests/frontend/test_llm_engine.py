@@ -39,17 +39,6 @@ class Recorder(StatLoggerBase):
 
 
 @pytest.fixture
-def torch_settings() -> Iterator[None]:
-    """A worker in this process changes them for good."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_flush_denormal(False)
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
 def engine(llm: LLM) -> Iterator[LLMEngine]:
     engine = llm.llm_engine
     assert not engine.has_unfinished_requests()
@@ -301,7 +290,6 @@ def test_validation_of_outputs() -> None:
     assert not LLMEngine.DO_VALIDATE_OUTPUT
 
 
-@pytest.mark.usefixtures("torch_settings")
 def test_in_this_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HEADRACE_MULTIPROCESSING=0: the same outputs, the same calls, no child process."""
     monkeypatch.setenv("HEADRACE_MULTIPROCESSING", "0")

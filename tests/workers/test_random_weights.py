@@ -34,7 +34,6 @@ def test_weights_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(again[key], weight) for key, weight in weights.items())
 
 
-@pytest.mark.usefixtures("torch_settings")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_model_without_a_checkpoint_runs(name: str, tmp_path: Path) -> None:
     write_config(name, tmp_path)

@@ -23,7 +23,6 @@ from tests.workers.tiny_models import (
 )
 
 MIB = 1 << 20
-pytestmark = pytest.mark.usefixtures("torch_settings")
 
 
 def save(name: str, directory: Path) -> EngineConfig:
