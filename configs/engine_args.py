@@ -203,6 +203,9 @@ class _Resolver:
                 "prompt longer than a step's token budget runs over several steps. Leave it on; a "
                 "lower max_num_batched_tokens makes long prompts delay other requests less"
             )
+        names = args.served_model_name
+        if names is not None and not all([names] if isinstance(names, str) else names or [""]):
+            raise ConfigurationError("served_model_name must name the model, got an empty name")
         if args.max_model_len in ("auto", "-1", -1):
             raise UnsupportedFeatureError(
                 "--max-model-len auto is not implemented yet; give a number, or leave it out for "
@@ -230,7 +233,7 @@ class _Resolver:
 
     def _model_config(self, path: Path, info: ModelInfo) -> ModelConfig:
         args = self._args
-        names = args.served_model_name or args.model
+        names = args.model if args.served_model_name is None else args.served_model_name
         defaults = resolve_sampling_defaults(
             info, args.generation_config, args.override_generation_config
         )

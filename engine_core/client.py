@@ -214,7 +214,7 @@ class AsyncClient:
         self._loop.call_soon(self._drain)
 
     def detach(self) -> None:
-        """Stop receiving; what arrives meanwhile waits. Calls in progress are cancelled."""
+        """Stop receiving; what arrives meanwhile waits. Calls in progress end with their loop."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._connection.option(zmq.FD))
             self._loop.remove_reader(self._connection.process.sentinel)
@@ -222,6 +222,12 @@ class AsyncClient:
                 future.cancel()
         self._calls.clear()
         self._loop = None
+
+    def fail_calls(self, error: Exception) -> None:
+        """End the calls in progress with `error`."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
 
     def send_config(self, config: EngineConfig, allows_callables: bool) -> None:
         """Let the engine core begin to load. A server never allows callables."""
@@ -322,9 +328,7 @@ class AsyncClient:
         self._drain()
         self._is_dead = True
         self._news.set()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(self._connection.death()))
+        self.fail_calls(EngineDeadError(self._connection.death()))
 
     async def _answer(
         self, call: UtilityCall | WorkerCall, name: str, timeout: float | None

@@ -27,9 +27,7 @@ class RunDirectory:
     def __init__(self, parent: Path | None = None) -> None:
         base = _private_base(parent or Path(tempfile.gettempdir()))
         reclaim_stale(base)
-        start = process_start_time(os.getpid())
-        self.path = base / f"{os.getpid()}-{start}-{secrets.token_hex(4)}"
-        self.path.mkdir(mode=0o700)
+        self.path = _fresh_directory(base)
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -74,6 +72,15 @@ def _private_base(parent: Path) -> Path:
             f"{base} must be a directory of this user with mode 0700; remove it or set TMPDIR"
         )
     return base
+
+
+def _fresh_directory(base: Path) -> Path:
+    owner = f"{os.getpid()}-{process_start_time(os.getpid())}"
+    while True:  # a short name: socket paths have little room
+        path = base / f"{owner}-{secrets.token_hex(2)}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
 
 
 def _is_locked(path: Path) -> bool:

@@ -237,6 +237,8 @@ class AsyncEngine(EngineAttributes):
         for stream in self._streams.values():
             stream.fail(error)
         self._streams.clear()
+        if self._client is not None:
+            self._client.fail_calls(error)
         if hasattr(self, "front_end"):
             self.front_end.drop_all()
         self._died.set()

@@ -15,7 +15,12 @@ from headrace.configs.engine_args import EngineArgs
 from headrace.configs.errors import ConfigurationError, RequestFailedError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.admission import RenderedPrompt
-from headrace.frontend.cli.engine_options import add_model_argument, engine_args_of, log_to_stderr
+from headrace.frontend.cli.engine_options import (
+    add_model_argument,
+    engine_args_of,
+    engine_options_given,
+    log_to_stderr,
+)
 from headrace.frontend.render_params import ChatParams
 from headrace.frontend.sampling_defaults import applied_defaults, default_max_tokens
 
@@ -82,8 +87,14 @@ def add_source_options(
 def open_source(args: argparse.Namespace) -> Iterator[TextSource]:
     """The source that `args` choose; an engine of our own ends with the block."""
     if args.url is not None:
+        given = engine_options_given(args)
+        if given:
+            raise ConfigurationError(
+                f"{given[0]} is an option of an engine, but --url talks to a server that has one; "
+                "leave it out, or give it to `headrace serve`"
+            )
         key = args.api_key or os.environ.get("OPENAI_API_KEY") or "EMPTY"
-        yield RemoteModel(args.url, key, args.model_name)
+        yield RemoteModel(args.url, key, args.model_name or args.model_tag)
         return
     log_to_stderr(logging.WARNING)
     with contextlib.closing(LocalModel(engine_args_of(args, EngineArgs))) as model:

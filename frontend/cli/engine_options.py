@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from headrace.configs.engine_args import DEFAULT_MODEL, EngineArgs
 from headrace.configs.environment import read_log_level
+from headrace.configs.options import default_of, flag_of, option_fields
 
 Args = TypeVar("Args", bound=EngineArgs)
 
@@ -34,6 +35,15 @@ def engine_args_of(args: argparse.Namespace, kind: type[Args]) -> Args:
     engine_args = kind.from_cli_args(args)
     engine_args.check()
     return engine_args
+
+
+def engine_options_given(args: argparse.Namespace) -> list[str]:
+    """Flags of `EngineArgs`, beside the model's, that the command line changes."""
+    return [
+        flag_of(field.name)
+        for field in option_fields(EngineArgs)
+        if field.name != "model" and getattr(args, field.name) != default_of(field)
+    ]
 
 
 def log_to_stderr(default: int, given: str | None = None) -> None:

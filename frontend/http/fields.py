@@ -77,7 +77,7 @@ CHAT_FIELDS: Mapping[str, Unsupported] = {
     **GENERATION_FIELDS,
     "tools": Unsupported(),
     "tool_choice": Unsupported((None, "none")),
-    "functions": Unsupported(),
+    "functions": Unsupported((None, [])),
     "function_call": Unsupported((None, "none")),
     "include_reasoning": Unsupported((None, True)),
     "mm_processor_kwargs": Unsupported((None, {})),

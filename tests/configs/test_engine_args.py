@@ -158,6 +158,7 @@ def test_what_holds_anyway_is_accepted(name: str, model: Path) -> None:
         ({"hf_overrides": "x"}, "hf_overrides"),
         ({"profiler_config": {"profiler": "cuda"}}, "profiler_config.*torch_profiler_dir"),
         ({"override_generation_config": []}, "override_generation_config.*dict"),
+        ({"served_model_name": ["a", ""]}, "served_model_name.*empty"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_work(given: dict[str, Any], words: str) -> None:

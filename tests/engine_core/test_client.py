@@ -273,6 +273,19 @@ def test_async_death_ends_calls_and_outputs(core: ScriptedCore) -> None:
     asyncio.run(go())
 
 
+def test_calls_end_with_the_reason_that_the_front_end_gives(core: ScriptedCore) -> None:
+    async def go() -> None:
+        client = await async_client(core)
+        call = asyncio.create_task(client.call("stats"))
+        await asyncio.sleep(0)
+        client.fail_calls(EngineDeadError("closed"))
+        with pytest.raises(EngineDeadError, match="closed"):
+            await call
+        await client.close()
+
+    asyncio.run(go())
+
+
 def test_async_client_can_be_closed_without_an_event_loop(core: ScriptedCore) -> None:
     clients: list[AsyncClient] = []
 

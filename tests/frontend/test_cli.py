@@ -194,6 +194,17 @@ def test_complete_over_a_server(api, capsys):
     )
 
 
+def test_a_server_is_asked_for_the_model_that_is_named(api):
+    assert exit_code("chat", "mine", "--url", api.url, "-q", "a") == 0
+    assert api.seen[0][1]["model"] == "mine"
+
+
+def test_engine_options_are_not_for_a_server(api, capsys):
+    assert exit_code("chat", "--url", api.url, "-q", "a", "--max-num-seqs", "3") == 2
+    assert "--max-num-seqs is an option of an engine" in capsys.readouterr().err
+    assert api.seen == []
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("bad", "answered 400: no bad words"), ("late", "it broke")]
 )

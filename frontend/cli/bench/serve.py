@@ -134,7 +134,9 @@ async def first_model(target: Target) -> str:
     try:
         return str(json.loads(await fetch(target, "GET", "/v1/models"))["data"][0]["id"])
     except AnswerError as error:
-        raise RequestFailedError(f"no list of models: {error}") from error
+        raise RequestFailedError(
+            f"no list of models from {target.url}: {error}; is the server running there?"
+        ) from error
     except (ValueError, LookupError, TypeError) as error:
         raise RequestFailedError(f"{target.url} lists no models; name one with --model") from error
 
