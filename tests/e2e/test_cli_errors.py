@@ -153,7 +153,7 @@ def tiny(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "tiny")
 
 
-def test_directories(fails: Run, tmp_path: Path, tiny: Path) -> None:
+def test_directories(fails: Run, tmp_path: Path, tiny: Path, smollm2_gguf: Path) -> None:
     (tmp_path / "nothing").mkdir()
     message = serve(fails, tmp_path / "nothing")
     assert "config.json" in message and ".gguf" in message
@@ -169,10 +169,11 @@ def test_directories(fails: Run, tmp_path: Path, tiny: Path) -> None:
     assert "config.json" in serve(fails, other)
     shutil.copy(tiny / "config.json", other)
     (other / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:-100])
-    message = serve(fails, other)
+    tokenizer = ("--tokenizer", str(smollm2_gguf))
+    message = serve(fails, other, *tokenizer)
     assert "model.safetensors" in message and has_number(message)
     (other / "model.safetensors").unlink()
-    assert "safetensors" in serve(fails, other)
+    assert "safetensors" in serve(fails, other, *tokenizer)
 
 
 def test_names(fails: Run, tmp_path: Path) -> None:
