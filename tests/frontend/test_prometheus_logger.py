@@ -1,6 +1,7 @@
 """Engine metrics: names, labels, buckets, and that everything counts once."""
 
 import math
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -200,3 +201,17 @@ def test_openmetrics():
     assert "headrace:request_success_total" in names
     assert "headrace:iteration_tokens_total_bucket" in names
     assert all(name.startswith("headrace:") for name in names)
+
+
+def test_the_page_lists_every_metric():
+    """`docs/metrics.md` has a row for each engine metric, as it is exposed."""
+    page = (Path(__file__).parent.parent.parent / "docs" / "metrics.md").read_text()
+    rows = []
+    for family in PrometheusStatLogger(CONFIG).registry.collect():
+        ours = {"le", *LABELS}
+        others = {name for sample in family.samples for name in sample.labels} - ours
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = "every field" if name.endswith("_info") else ", ".join(sorted(others))
+        rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    engine_part = page.split("The HTTP server adds")[0]
+    assert rows == [line for line in engine_part.splitlines() if line.startswith("| `")]
