@@ -41,7 +41,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
-        self.sampler = Sampler(logprobs_mode)
+        self.sampler = Sampler(logprobs_mode, model.kernels)
         self._prompt_mode: LogprobsMode = (
             "raw_logits" if logprobs_mode.endswith("logits") else "raw_logprobs"
         )

@@ -18,6 +18,8 @@ it, and on nothing else. All in float32. Order of operations:
     (lower id first among equals) with at least that mass; the best token always stays.
  9. Gumbel-max draw with the counter-based noise of `headrace.kernels.sampling`.
 
+On native kernels, steps 5 to 9 are one call; the torch code here is their reference.
+
 The scores that come back beside the token are taken at 2, or after 4 or 8, as `logprobs` says.
 """
 
@@ -29,6 +31,7 @@ import torch
 
 from headrace.configs.config import LogprobsMode
 from headrace.configs.sampling_params import SamplingParams
+from headrace.kernels.native import DrawRow, NativeKernels
 from headrace.kernels.sampling import gumbel_max, seed_to_int64
 from headrace.workers.logit_edits import LogitEdits, apply_edits
 from headrace.workers.logprobs import score_sampled
@@ -36,6 +39,8 @@ from headrace.workers.protocol import RequestFault, TokenLogprobs
 
 # Scores handled at once: small enough that the noise of a chunk stays in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 18
+# The native kernels take a row at a time, and a turn between torch's threads and theirs costs time.
+_NATIVE_CHUNK_ELEMENTS = 1 << 20
 _FLOAT32 = torch.finfo(torch.float32)
 _FIRST_HEAD = 256  # tokens looked at first by top-p
 _HEAD_GROWTH = 8
@@ -75,7 +80,11 @@ class SampledRow:
 class Sampler:
     """Samples a step's rows; keeps no state between calls."""
 
-    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+    def __init__(
+        self, logprobs_mode: LogprobsMode = "raw_logprobs", kernels: NativeKernels | None = None
+    ) -> None:
+        """Steps 5 to 9 run on `kernels`, or on the torch references without them."""
+        self._kernels = kernels
         self._mode: LogprobsMode = logprobs_mode
         self._reports_processed = logprobs_mode.startswith("processed")
 
@@ -92,7 +101,7 @@ class Sampler:
         ]
         entries: list[TokenLogprobs | None] = [None] * len(rows)
         drawn = [i for i, row in enumerate(rows) if faults[i] is None and not row.is_plain_greedy]
-        per_chunk = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+        per_chunk = self._rows_per_chunk(logits.shape[1])
         for start in range(0, len(drawn), per_chunk):
             chunk = drawn[start : start + per_chunk]
             chosen, scored = self._draw(logits[chunk], [rows[i] for i in chunk])
@@ -106,6 +115,13 @@ class Sampler:
             SampledRow(-1, fault=fault) if fault is not None else SampledRow(token_id, entry)
             for token_id, entry, fault in zip(token_ids, entries, faults, strict=True)
         ]
+
+    def _rows_per_chunk(self, vocab: int) -> int:
+        """How many rows to draw at once; with native kernels, as many for each thread."""
+        if self._kernels is None:
+            return max(1, _CHUNK_ELEMENTS // vocab)
+        num_threads = self._kernels.num_threads
+        return max(1, _NATIVE_CHUNK_ELEMENTS // (vocab * num_threads)) * num_threads
 
     def _add_raw_entries(
         self,
@@ -158,26 +174,53 @@ class Sampler:
         """
         logits = scores.clone() if self._mode == "processed_logits" else None
         temperatures = torch.tensor(
-            [min(row.params.temperature, _FLOAT32.max) for row in rows],
+            [_temperature(row) for row in rows],
             dtype=torch.float32,
             device=scores.device,
         ).unsqueeze(-1)
-        scores -= maxima.unsqueeze(-1)
-        scores /= temperatures
-        for row_scores, row in zip(scores, rows, strict=True):
-            _filter(row_scores, row.params)
-        seeds = [seed_to_int64(row.params.seed) for row in rows if row.params.seed is not None]
-        token_ids: list[int] = gumbel_max(
-            scores,
-            torch.tensor(seeds, device=scores.device),
-            torch.tensor([row.choice_index for row in rows], device=scores.device),
-            torch.tensor([row.output_index for row in rows], device=scores.device),
-        ).tolist()
+        if self._kernels is None:
+            scores -= maxima.unsqueeze(-1)
+            scores /= temperatures
+            token_ids = _filter_and_draw(scores, rows)
+        else:
+            draw_rows = (DrawRow * len(rows))(*(_draw_row(row) for row in rows))
+            token_ids = self._kernels.draw(scores, draw_rows)
         if logits is not None:
             # What was drawn from had its maximum subtracted; what is reported has not.
             scaled = (logits / temperatures).clamp_(_FLOAT32.min, _FLOAT32.max)
             torch.where(scores > -math.inf, scaled, scores, out=scores)
         return token_ids
+
+
+def _temperature(row: SamplingRow) -> float:
+    return min(row.params.temperature, _FLOAT32.max)
+
+
+def _draw_row(row: SamplingRow) -> DrawRow:
+    params = row.params
+    return DrawRow(
+        top_p=params.top_p,
+        seed=(params.seed or 0) % 2**64,
+        top_k=max(params.top_k, 0),
+        min_score=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+        choice_index=row.choice_index,
+        output_index=row.output_index,
+        temperature=_temperature(row),
+    )
+
+
+def _filter_and_draw(scores: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    """Steps 6 to 9 in torch: the reference of the native ones."""
+    for row_scores, row in zip(scores, rows, strict=True):
+        _filter(row_scores, row.params)
+    seeds = [seed_to_int64(row.params.seed) for row in rows if row.params.seed is not None]
+    token_ids: list[int] = gumbel_max(
+        scores,
+        torch.tensor(seeds, device=scores.device),
+        torch.tensor([row.choice_index for row in rows], device=scores.device),
+        torch.tensor([row.output_index for row in rows], device=scores.device),
+    ).tolist()
+    return token_ids
 
 
 def _filter(scores: torch.Tensor, params: SamplingParams) -> None:

@@ -151,7 +151,7 @@ class Worker(RemoteCalls):
         library = f"torch-{torch.__version__}-{self.config.model_config.dtype}"
         isa = "+".join(sorted((self._facts or cpu_facts()).isa))
         if isinstance(self._model, NativeDecoder):
-            return f"{self._model.kernels.contract}-{library}-{isa}"  # torch samples
+            return f"{self._model.kernels.contract}-{library}-{isa}"  # torch edits logits
         return f"{library}-reference-{isa}"
 
     def warm_up(self) -> None:

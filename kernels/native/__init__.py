@@ -1,11 +1,12 @@
 """CPU kernels in C++ behind a plain C interface, loaded with ctypes."""
 
-from headrace.kernels.native.interface import Epilogue, Kind, Lanes, Op, Step
+from headrace.kernels.native.interface import DrawRow, Epilogue, Kind, Lanes, Op, Step
 from headrace.kernels.native.kernels import NativeKernels, load_kernels
 from headrace.kernels.native.metadata import NativeMetadata, NativePlanner
 from headrace.kernels.native.packed import PackedMatrix, packed_shape
 
 __all__ = [
+    "DrawRow",
     "Epilogue",
     "Kind",
     "Lanes",

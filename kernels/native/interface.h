@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-enum { HR_INTERFACE_VERSION = 1, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
+enum { HR_INTERFACE_VERSION = 2, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
 
 enum hr_isa { HR_AVX2 = 0, HR_AVX512 = 1, HR_AVX512_BF16 = 2, HR_NUM_ISAS = 3 };
 
@@ -77,6 +77,17 @@ typedef struct {
     const float* ropes[HR_MAX_ROPES];  // [positions, head_dim]: cosines, then sines
 } hr_step;
 
+// How one row of scores is drawn from.
+typedef struct {
+    double top_p;           // 1: no limit
+    uint64_t seed;
+    int64_t top_k;          // 0: no limit
+    float min_score;        // the lowest that stays; -Inf: all
+    uint32_t choice_index;  // place in the random stream, with the next one
+    uint32_t output_index;
+    float temperature;
+} hr_draw_row;
+
 typedef struct hr_pool hr_pool;
 
 #pragma GCC visibility push(default)
@@ -87,6 +98,7 @@ int32_t hr_interface_version(void);
 int64_t hr_op_bytes(void);
 int64_t hr_group_bytes(void);
 int64_t hr_step_bytes(void);
+int64_t hr_draw_row_bytes(void);
 
 // Bit i: this machine can run instruction set i. Bit 8: it has AMX with bf16.
 int32_t hr_machine(void);
@@ -106,6 +118,12 @@ void hr_pack(hr_pool* pool, const uint16_t* rows, int64_t num_rows, int64_t num_
 // Rows `ids` of a packed matrix, times `scale`, rounded to bf16: [num_ids, num_inputs].
 void hr_lookup(hr_pool* pool, const uint16_t* packed, int64_t num_inputs, const int64_t* ids,
                int64_t num_ids, float scale, uint16_t* out);
+
+// Draw one token per row of `scores` [num_rows, vocab]: logits, of which -Inf excludes a token and
+// one at least is finite. They become what is drawn from: less their maximum, over the temperature,
+// at -Inf what the row's filters drop. A row's token depends on nothing else.
+void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,
+             const hr_draw_row* rows, int64_t* token_ids);
 
 #pragma GCC visibility pop
 

@@ -7,7 +7,7 @@ import ctypes
 import enum
 from pathlib import Path
 
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 MAX_BUFFERS = 8
 MAX_ROPES = 4
 LIBRARY = Path(__file__).parent / "libheadrace_kernels.so"
@@ -89,6 +89,20 @@ class Step(ctypes.Structure):
     )
 
 
+class DrawRow(ctypes.Structure):
+    """How one row of scores is drawn from: `hr_draw_row`."""
+
+    _fields_ = (
+        ("top_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("top_k", ctypes.c_int64),
+        ("min_score", ctypes.c_float),
+        ("choice_index", ctypes.c_uint32),
+        ("output_index", ctypes.c_uint32),
+        ("temperature", ctypes.c_float),
+    )
+
+
 def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     """The library with its functions declared.
 
@@ -102,12 +116,17 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
         "hr_op_bytes": (int64, ()),
         "hr_group_bytes": (int64, ()),
         "hr_step_bytes": (int64, ()),
+        "hr_draw_row_bytes": (int64, ()),
         "hr_machine": (int32, ()),
         "hr_pool_new": (pointer, (int32,)),
         "hr_pool_free": (None, (pointer,)),
         "hr_run": (int32, (pointer, int32, ctypes.POINTER(Op), int64, ctypes.POINTER(Step))),
         "hr_pack": (None, (pointer, pointer, int64, int64, pointer, int64, int32)),
         "hr_lookup": (None, (pointer, pointer, int64, pointer, int64, ctypes.c_float, pointer)),
+        "hr_draw": (
+            None,
+            (pointer, int32, pointer, int64, int64, ctypes.POINTER(DrawRow), pointer),
+        ),
     }
     try:
         for name, (result, arguments) in signatures.items():
@@ -115,8 +134,13 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
             function.restype, function.argtypes = result, arguments
     except AttributeError as error:
         raise OSError(f"{path} is not of this version: {error}") from error
-    sizes = (library.hr_op_bytes(), library.hr_group_bytes(), library.hr_step_bytes())
-    expected = tuple(ctypes.sizeof(struct) for struct in (Op, Group, Step))
+    sizes = (
+        library.hr_op_bytes(),
+        library.hr_group_bytes(),
+        library.hr_step_bytes(),
+        library.hr_draw_row_bytes(),
+    )
+    expected = tuple(ctypes.sizeof(struct) for struct in (Op, Group, Step, DrawRow))
     if library.hr_interface_version() != INTERFACE_VERSION or sizes != expected:
         raise OSError(f"{path} is not of this version")
     return library

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from headrace.configs.errors import ConfigurationError
-from headrace.kernels.native.interface import Lanes, Op, Step, open_library
+from headrace.kernels.native.interface import DrawRow, Lanes, Op, Step, open_library
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _HAS_AMX = 1 << 8
 CHOICES = ("auto", "reference", *_ISAS)
 
 # Changes with any change of what the kernels compute, bit by bit.
-_CONTRACT_VERSION = 1
+_CONTRACT_VERSION = 2
 
 
 class NativeKernels:
@@ -70,6 +70,30 @@ class NativeKernels:
             out.data_ptr(),
         )
         return out
+
+    def draw(self, scores: torch.Tensor, rows: "ctypes.Array[DrawRow]") -> list[int]:
+        """Draw one token id per row of float32 `scores` [num_rows, vocab]; releases the GIL.
+
+        They are logits, of which -Inf excludes a token and one at least is finite. In place they
+        become what is drawn from: less the row's maximum, over its temperature, at -Inf what its
+        filters drop. Equal to the torch reference, but that a sum of probabilities within a
+        millionth of top-p's may fall on its other side.
+        """
+        num_rows, vocab = scores.shape
+        if scores.dtype is not torch.float32 or not scores.is_contiguous() or num_rows != len(rows):
+            raise ValueError(f"cannot draw from {scores.dtype} {tuple(scores.shape)} as it lies")
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        self._library.hr_draw(
+            self._pool,
+            self._isa_number,
+            scores.data_ptr(),
+            num_rows,
+            vocab,
+            rows,
+            token_ids.data_ptr(),
+        )
+        result: list[int] = token_ids.tolist()
+        return result
 
 
 def load_kernels(choice: str, num_threads: int) -> NativeKernels | None:

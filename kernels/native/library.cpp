@@ -252,6 +252,18 @@ void lookup_share(void* argument, int thread, int num_threads) {
     }
 }
 
+using DrawFunction = void (*)(const Draw&, int, int);
+
+struct DrawCall {
+    Draw draw;
+    DrawFunction function;
+};
+
+void draw_share(void* argument, int thread, int num_threads) {
+    const DrawCall& call = *(const DrawCall*)argument;
+    call.function(call.draw, thread, num_threads);
+}
+
 }  // namespace
 
 int32_t hr_interface_version(void) { return HR_INTERFACE_VERSION; }
@@ -259,6 +271,7 @@ int32_t hr_interface_version(void) { return HR_INTERFACE_VERSION; }
 int64_t hr_op_bytes(void) { return sizeof(hr_op); }
 int64_t hr_group_bytes(void) { return sizeof(hr_group); }
 int64_t hr_step_bytes(void) { return sizeof(hr_step); }
+int64_t hr_draw_row_bytes(void) { return sizeof(hr_draw_row); }
 
 int32_t hr_machine(void) {
     __builtin_cpu_init();
@@ -320,4 +333,12 @@ void hr_lookup(hr_pool* pool, const uint16_t* packed, int64_t num_inputs, const 
     } else {
         pool->threads.run(lookup_share, &lookup);
     }
+}
+
+void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,
+             const hr_draw_row* rows, int64_t* token_ids) {
+    // Nothing of it is a product of bf16.
+    constexpr DrawFunction kFunctions[HR_NUM_ISAS] = {hr_draw_avx2, hr_draw_avx512, hr_draw_avx512};
+    DrawCall call = {{scores, num_rows, vocab, rows, token_ids}, kFunctions[isa]};
+    pool->threads.run(draw_share, &call);  // also one row: it sets what becomes of denormals
 }

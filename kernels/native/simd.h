@@ -42,6 +42,13 @@ inline Vec round_to_int(Vec a) { return _mm512_roundscale_ps(a, 0); }
 inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
     return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), _mm512_setzero_ps());
 }
+inline uint32_t at_least(Vec x, Vec limit) {  // bit i: lane i of x is not below that of limit
+    return _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ);
+}
+inline Vec excluded_below(Vec x, Vec limit) {  // -Inf where x < limit
+    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ),
+                              _mm512_set1_ps(-__builtin_inff()));
+}
 inline Vec times_power_of_two(Vec v, Vec n) {  // n integral, -126 ... 127
     const __m512i bits = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
     return _mm512_mul_ps(v, _mm512_castsi512_ps(
@@ -69,6 +76,17 @@ inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+typedef __m512i Words;  // of 32 bits, unsigned
+inline Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_words(uint32_t* p, Words w) { _mm512_storeu_si512(p, w); }
+inline Words splat_word(uint32_t w) { return _mm512_set1_epi32((int)w); }
+inline Words exclusive_or(Words a, Words b) { return _mm512_xor_si512(a, b); }
+inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alike
+    const Words even = _mm512_mul_epu32(a, b), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), b);
+    high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+    low = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+}
+
 #else
 
 typedef __m256 Vec;
@@ -85,6 +103,13 @@ inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec round_to_int(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | 8); }
 inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
     return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), v);
+}
+inline uint32_t at_least(Vec x, Vec limit) {  // bit i: lane i of x is not below that of limit
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ));
+}
+inline Vec excluded_below(Vec x, Vec limit) {  // -Inf where x < limit
+    return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()),
+                            _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
 }
 inline Vec times_power_of_two(Vec v, Vec n) {  // n integral, -126 ... 127
     const __m256i bits = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
@@ -111,6 +136,17 @@ inline float sum(Vec v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+typedef __m256i Words;  // of 32 bits, unsigned
+inline Words load_words(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void store_words(uint32_t* p, Words w) { _mm256_storeu_si256((__m256i*)p, w); }
+inline Words splat_word(uint32_t w) { return _mm256_set1_epi32((int)w); }
+inline Words exclusive_or(Words a, Words b) { return _mm256_xor_si256(a, b); }
+inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alike
+    const Words even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 }
 
 #endif

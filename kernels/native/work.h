@@ -47,7 +47,20 @@ struct Work {
     void* barrier;
 };
 
+// Rows of scores to draw from, shared out over the threads.
+struct Draw {
+    float* scores;  // [num_rows, vocab]
+    int64_t num_rows;
+    int64_t vocab;
+    const hr_draw_row* rows;
+    int64_t* token_ids;
+};
+
 // Instruction-set versions of one thread's share of a step.
 extern "C" void hr_work_avx2(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512_bf16(const Work& work, int thread, int num_threads);
+
+// Instruction-set versions of one thread's share of the rows to draw from.
+extern "C" void hr_draw_avx2(const Draw& draw, int thread, int num_threads);
+extern "C" void hr_draw_avx512(const Draw& draw, int thread, int num_threads);

@@ -7,7 +7,7 @@ from torch import nn
 
 from headrace.configs.errors import ModelFileError
 from headrace.kernels.attention import AttentionMetadata, AttentionPlanner
-from headrace.kernels.native import NativeMetadata, NativePlanner
+from headrace.kernels.native import NativeKernels, NativeMetadata, NativePlanner
 from headrace.kernels.rotary import (
     RotaryAngles,
     inverse_frequencies,
@@ -82,6 +82,8 @@ class Decoder(nn.Module):
 
     The residual stream and the KV cache have the dtype of the weights.
     """
+
+    kernels: NativeKernels | None = None  # what its steps run on; None: torch
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -62,6 +62,8 @@ class NativeDecoder(Decoder):
     norm and rotary embedding of a head, or activation and product, is float32.
     """
 
+    kernels: NativeKernels
+
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, kernels: NativeKernels) -> None:
         super().__init__(config, dtype)
         self.kernels = kernels
