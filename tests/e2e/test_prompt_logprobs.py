@@ -219,6 +219,7 @@ class WideDecoder:
 
     vocab = 32_000
     hidden_size = 16
+    kernels = None
 
     def __init__(self, machines: Machines) -> None:
         model = machines.worker._model
