@@ -243,7 +243,7 @@ inline void add_tile(const hr_op& op, const hr_step& step, const Span& span, con
     const bf16* keys[kTile];
     const bf16* values[kTile];
     for (int64_t key = from; key < to; ++key) {
-        keys[key] = op.pages + slots[key] * cache_row + item.kv_head * dim;
+        keys[key] = (const bf16*)op.pages + slots[key] * cache_row + item.kv_head * dim;
         values[key] = keys[key] + step.block_size * cache_row;
     }
     pack_keys(keys, from, to, width, s.keys);

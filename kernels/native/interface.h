@@ -10,9 +10,35 @@
 extern "C" {
 #endif
 
-enum { HR_INTERFACE_VERSION = 2, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
+enum { HR_INTERFACE_VERSION = 3, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
 
-enum hr_isa { HR_AVX2 = 0, HR_AVX512 = 1, HR_AVX512_BF16 = 2, HR_NUM_ISAS = 3 };
+// What a call may run on. Results depend on the family: AVX512, AVX512_VNNI and AMX are one.
+enum hr_isa {
+    HR_AVX2 = 0,
+    HR_AVX512 = 1,
+    HR_AVX512_VNNI = 2,
+    HR_AVX512_BF16 = 3,  // with VNNI
+    HR_AMX = 4,          // with VNNI; bf16 and int8 tiles
+    HR_NEON = 5,
+    HR_NUM_ISAS = 6,
+};
+
+// Of numbers: rows of a step have one of the first three, packed matrices any, and the cache the
+// first three or INT8. From Q8_0 on these are the blocks of GGUF files.
+enum hr_format {
+    HR_BF16 = 0,
+    HR_F16 = 1,
+    HR_F32 = 2,
+    HR_INT8 = 3,  // a scale per row of a matrix; per token and head of the cache
+    HR_Q8_0 = 4,
+    HR_Q4_0 = 5,
+    HR_Q4_1 = 6,
+    HR_Q5_0 = 7,
+    HR_Q5_1 = 8,
+    HR_Q4_K = 9,
+    HR_Q5_K = 10,
+    HR_Q6_K = 11,
+};
 
 enum hr_kind {
     HR_NORM = 0,       // output = norm(input) * weight
@@ -23,7 +49,7 @@ enum hr_kind {
 };
 
 enum hr_epilogue {
-    HR_STORE = 0,      // bf16
+    HR_STORE = 0,      // in the step's format
     HR_STORE_F32 = 1,  // the output buffer holds floats
     HR_ADD = 2,        // output += product, one rounding
     HR_SILU_MUL = 3,   // output = silu(gate) * up; outputs are half of the product's
@@ -40,21 +66,25 @@ typedef struct {
     int32_t output;        // buffer
     int32_t normed;        // buffer for the normalized input of a product
     int32_t rope;          // of attention: which table; -1: queries and cache are ready
-    const void* weight;    // packed bf16 matrix
+    const void* weight;    // packed matrix
     const float* norm;     // [size] of a norm or before a product; [heads + kv_heads, head_dim] of
                            // attention with head norms; or null
-    const uint16_t* bias;  // bf16 [num_outputs] or null; gate first, then up
+    const void* bias;      // [num_outputs] in the step's format or null; gate first, then up
     int64_t num_outputs;   // rows of the weight matrix; size of a norm
     int64_t num_inputs;
     float eps;             // of the norm
     float scale;           // of attention scores
     float soft_cap;        // of attention scores; 0: none
     int32_t group;         // which KV group
-    uint16_t* pages;       // bf16 [num_blocks * 2 * block_size, kv_heads * head_dim]
+    void* pages;           // of attention: the layer's part of the cache
+    const float* sinks;    // of attention: [num_heads] scores of a key without a value, or null
     int32_t num_heads;
     int32_t num_kv_heads;
     int32_t head_dim;
-    int32_t unused;  // keeps the size a multiple of 8
+    int32_t format;        // of the packed matrix
+    int32_t cache_format;  // of attention
+    int32_t is_input_kept;  // the operation before was a product of the same input and norm
+    int64_t output_column;  // where the product's outputs begin in the rows of the output
 } hr_op;
 
 // One KV group of a step.
@@ -75,6 +105,9 @@ typedef struct {
     void* buffers[HR_MAX_BUFFERS];
     int64_t strides[HR_MAX_BUFFERS];   // elements from row to row
     const float* ropes[HR_MAX_ROPES];  // [positions, head_dim]: cosines, then sines
+    double* op_seconds;  // [num_ops]: the time that each operation took is added; or null
+    int32_t format;      // of row buffers, but for those that STORE_F32 writes
+    int32_t unused;      // keeps the size a multiple of 8
 } hr_step;
 
 // How one row of scores is drawn from.
@@ -100,24 +133,32 @@ int64_t hr_group_bytes(void);
 int64_t hr_step_bytes(void);
 int64_t hr_draw_row_bytes(void);
 
-// Bit i: this machine can run instruction set i. Bit 8: it has AMX with bf16.
+// Bit i: this machine can run instruction set i.
 int32_t hr_machine(void);
 
-// `num_threads` counts the calling thread. Null if threads cannot be started.
-hr_pool* hr_pool_new(int32_t num_threads);
+// `num_threads` counts the calling thread. The others are pinned to `cpus` [num_threads - 1], if that
+// is not null. Null if threads cannot be started.
+hr_pool* hr_pool_new(int32_t num_threads, const int32_t* cpus);
 void hr_pool_free(hr_pool* pool);
 
 // 0, or -1 if memory for the step's work list is missing. One call at a time per pool.
 int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step);
 
-// Put `num_rows` bf16 rows into a packed matrix, which holds zeros before the first call. The first
-// of them becomes its row `first_row` (among the gate or up rows, if `lanes` says so).
-void hr_pack(hr_pool* pool, const uint16_t* rows, int64_t num_rows, int64_t num_inputs,
-             uint16_t* packed, int64_t first_row, int32_t lanes);
+// Bytes of a packed matrix; -1 if the format cannot have rows of `num_inputs`.
+int64_t hr_packed_bytes(int32_t format, int64_t num_outputs, int64_t num_inputs);
 
-// Rows `ids` of a packed matrix, times `scale`, rounded to bf16: [num_ids, num_inputs].
-void hr_lookup(hr_pool* pool, const uint16_t* packed, int64_t num_inputs, const int64_t* ids,
-               int64_t num_ids, float scale, uint16_t* out);
+// Put `num_rows` rows into a packed matrix, which holds zeros before the first call. The first of
+// them becomes its row `first_row` (among the gate or up rows, if `lanes` says so). They lie in
+// `rows_format`: that of the matrix, or bf16, f16 or f32 for a matrix of INT8 and of these three.
+// 0, or -1 if the one cannot be made of the other.
+int32_t hr_pack(hr_pool* pool, const void* rows, int32_t rows_format, int64_t num_rows,
+                int64_t num_inputs, void* packed, int32_t format, int64_t first_row,
+                int32_t lanes);
+
+// Rows `ids` of a packed matrix, times `scale`, rounded to `out_format` (one of the first three):
+// [num_ids, num_inputs].
+void hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num_inputs,
+               const int64_t* ids, int64_t num_ids, float scale, int32_t out_format, void* out);
 
 // Draw one token per row of `scores` [num_rows, vocab]: logits, of which -Inf excludes a token and
 // one at least is finite. They become what is drawn from: less their maximum, over the temperature,

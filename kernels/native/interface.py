@@ -7,7 +7,7 @@ import ctypes
 import enum
 from pathlib import Path
 
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 MAX_BUFFERS = 8
 MAX_ROPES = 4
 LIBRARY = Path(__file__).parent / "libheadrace_kernels.so"
@@ -38,6 +38,23 @@ class Lanes(enum.IntEnum):
     UP = 2
 
 
+class Format(enum.IntEnum):
+    """Of numbers: rows have one of the first three, packed matrices any."""
+
+    BF16 = 0
+    F16 = 1
+    F32 = 2
+    INT8 = 3
+    Q8_0 = 4
+    Q4_0 = 5
+    Q4_1 = 6
+    Q5_0 = 7
+    Q5_1 = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
+
+
 class Op(ctypes.Structure):
     """One operation of a step: `hr_op`. Pointers are addresses; 0 is null."""
 
@@ -58,10 +75,14 @@ class Op(ctypes.Structure):
         ("soft_cap", ctypes.c_float),
         ("group", ctypes.c_int32),
         ("pages", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("cache_format", ctypes.c_int32),
+        ("is_input_kept", ctypes.c_int32),
+        ("output_column", ctypes.c_int64),
     )
 
 
@@ -86,6 +107,9 @@ class Step(ctypes.Structure):
         ("buffers", ctypes.c_void_p * MAX_BUFFERS),
         ("strides", ctypes.c_int64 * MAX_BUFFERS),
         ("ropes", ctypes.c_void_p * MAX_ROPES),
+        ("op_seconds", ctypes.c_void_p),
+        ("format", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     )
 
 
@@ -118,11 +142,18 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
         "hr_step_bytes": (int64, ()),
         "hr_draw_row_bytes": (int64, ()),
         "hr_machine": (int32, ()),
-        "hr_pool_new": (pointer, (int32,)),
+        "hr_pool_new": (pointer, (int32, pointer)),
         "hr_pool_free": (None, (pointer,)),
         "hr_run": (int32, (pointer, int32, ctypes.POINTER(Op), int64, ctypes.POINTER(Step))),
-        "hr_pack": (None, (pointer, pointer, int64, int64, pointer, int64, int32)),
-        "hr_lookup": (None, (pointer, pointer, int64, pointer, int64, ctypes.c_float, pointer)),
+        "hr_packed_bytes": (int64, (int32, int64, int64)),
+        "hr_pack": (
+            int32,
+            (pointer, pointer, int32, int64, int64, pointer, int32, int64, int32),
+        ),
+        "hr_lookup": (
+            None,
+            (pointer, pointer, int32, int64, pointer, int64, ctypes.c_float, int32, pointer),
+        ),
         "hr_draw": (
             None,
             (pointer, int32, pointer, int64, int64, ctypes.POINTER(DrawRow), pointer),

@@ -9,13 +9,13 @@ from types import MappingProxyType
 import torch
 
 from headrace.configs.errors import ConfigurationError
-from headrace.kernels.native.interface import DrawRow, Lanes, Op, Step, open_library
+from headrace.kernels.native.interface import DrawRow, Format, Lanes, Op, Step, open_library
 
 logger = logging.getLogger(__name__)
 
 # Instruction sets by the number that the library knows them by, worst first.
-_ISAS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512bf16": 2})
-_HAS_AMX = 1 << 8
+_ISAS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512bf16": 3})
+_HAS_AMX = 1 << 4
 CHOICES = ("auto", "reference", *_ISAS)
 
 # Changes with any change of what the kernels compute, bit by bit.
@@ -33,7 +33,7 @@ class NativeKernels:
         self.num_threads = num_threads
         self._library = library
         self._isa_number = _ISAS[isa]
-        self._pool = library.hr_pool_new(num_threads)
+        self._pool = library.hr_pool_new(num_threads, None)
         if not self._pool:
             raise ConfigurationError(f"the system does not let {num_threads} threads be started")
         weakref.finalize(self, library.hr_pool_free, self._pool)
@@ -52,7 +52,15 @@ class NativeKernels:
         """Copy bf16 `rows` [num_rows, num_inputs] into a packed matrix."""
         num_rows, num_inputs = rows.shape
         self._library.hr_pack(
-            self._pool, rows.data_ptr(), num_rows, num_inputs, packed.data_ptr(), first_row, lanes
+            self._pool,
+            rows.data_ptr(),
+            Format.BF16,
+            num_rows,
+            num_inputs,
+            packed.data_ptr(),
+            Format.BF16,
+            first_row,
+            lanes,
         )
 
     def lookup(
@@ -63,10 +71,12 @@ class NativeKernels:
         self._library.hr_lookup(
             self._pool,
             packed.data_ptr(),
+            Format.BF16,
             num_inputs,
             row_ids.data_ptr(),
             row_ids.shape[0],
             scale,
+            Format.BF16,
             out.data_ptr(),
         )
         return out

@@ -5,8 +5,6 @@
 #include <new>
 #include <vector>
 
-#include <cpuid.h>
-
 #include "interface.h"
 #include "pool.h"
 #include "work.h"
@@ -276,21 +274,17 @@ int64_t hr_draw_row_bytes(void) { return sizeof(hr_draw_row); }
 int32_t hr_machine(void) {
     __builtin_cpu_init();
     int32_t found = 0;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= 1 << HR_AVX2;
-    if (!(found & 1 << HR_AVX2)) return found;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        found |= 1 << HR_AVX512;
-        if (__builtin_cpu_supports("avx512bf16")) found |= 1 << HR_AVX512_BF16;
-        unsigned a, b, c, d;
-        // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE.
-        if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1))
-            found |= 1 << 8;
-    }
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return found;
+    found |= 1 << HR_AVX2;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return found;
+    found |= 1 << HR_AVX512;
+    if (__builtin_cpu_supports("avx512bf16")) found |= 1 << HR_AVX512_BF16;
     return found;
 }
 
-hr_pool* hr_pool_new(int32_t num_threads) {
+hr_pool* hr_pool_new(int32_t num_threads, const int32_t*) {
     try {
         return new hr_pool(num_threads);
     } catch (...) {
@@ -301,8 +295,9 @@ hr_pool* hr_pool_new(int32_t num_threads) {
 void hr_pool_free(hr_pool* pool) { delete pool; }
 
 int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step) {
-    constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {hr_work_avx2, hr_work_avx512,
-                                                      hr_work_avx512_bf16};
+    constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {
+        hr_work_avx2, hr_work_avx512, hr_work_avx512, hr_work_avx512_bf16, hr_work_avx512, nullptr,
+    };
     try {
         Work work = {};
         work.ops = ops;
@@ -319,15 +314,24 @@ int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, co
     }
 }
 
-void hr_pack(hr_pool* pool, const uint16_t* rows, int64_t num_rows, int64_t num_inputs,
-             uint16_t* packed, int64_t first_row, int32_t lanes) {
-    Packing packing = {rows, num_rows, num_inputs, packed, first_row, lanes};
-    pool->threads.run(pack_share, &packing);
+int64_t hr_packed_bytes(int32_t format, int64_t num_outputs, int64_t num_inputs) {
+    if (format != HR_BF16) return -1;
+    return divided_up(num_outputs, kBlockRows) * block_size(num_inputs) * (int64_t)sizeof(uint16_t);
 }
 
-void hr_lookup(hr_pool* pool, const uint16_t* packed, int64_t num_inputs, const int64_t* ids,
-               int64_t num_ids, float scale, uint16_t* out) {
-    Lookup lookup = {packed, num_inputs, ids, num_ids, scale, out};
+int32_t hr_pack(hr_pool* pool, const void* rows, int32_t rows_format, int64_t num_rows,
+                int64_t num_inputs, void* packed, int32_t format, int64_t first_row,
+                int32_t lanes) {
+    if (format != HR_BF16 || rows_format != HR_BF16) return -1;
+    Packing packing = {(const uint16_t*)rows, num_rows, num_inputs, (uint16_t*)packed, first_row,
+                       lanes};
+    pool->threads.run(pack_share, &packing);
+    return 0;
+}
+
+void hr_lookup(hr_pool* pool, const void* packed, int32_t, int64_t num_inputs, const int64_t* ids,
+               int64_t num_ids, float scale, int32_t, void* out) {
+    Lookup lookup = {(const uint16_t*)packed, num_inputs, ids, num_ids, scale, (uint16_t*)out};
     if (num_ids < kLookupTogether) {
         lookup_share(&lookup, 0, 1);
     } else {
@@ -338,7 +342,9 @@ void hr_lookup(hr_pool* pool, const uint16_t* packed, int64_t num_inputs, const 
 void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,
              const hr_draw_row* rows, int64_t* token_ids) {
     // Nothing of it is a product of bf16.
-    constexpr DrawFunction kFunctions[HR_NUM_ISAS] = {hr_draw_avx2, hr_draw_avx512, hr_draw_avx512};
+    constexpr DrawFunction kFunctions[HR_NUM_ISAS] = {
+        hr_draw_avx2, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, nullptr,
+    };
     DrawCall call = {{scores, num_rows, vocab, rows, token_ids}, kFunctions[isa]};
     pool->threads.run(draw_share, &call);  // also one row: it sets what becomes of denormals
 }

@@ -74,7 +74,7 @@ inline void rotate_token(const hr_op& op, const hr_step& step, int64_t token, in
     const int64_t cache_row = op.num_kv_heads * dim;
     bf16* qkv = bf16_row(step, op.input, token);
     const float* angles = step.ropes[op.rope] + step.positions[token] * dim;
-    bf16* key = op.pages + slot * cache_row;
+    bf16* key = (bf16*)op.pages + slot * cache_row;
     const auto rotate_heads = [&](int64_t first, int64_t count, bf16* out) {
         for (int64_t head = first; head < first + count; ++head, out += dim)
             rotate(qkv + head * dim, op.norm == nullptr ? nullptr : op.norm + head * dim, op.eps,
@@ -97,7 +97,7 @@ inline void finish_block(const hr_op& op, const hr_step& step, int64_t row, int6
         const int64_t n = block * width + lane, rest = num_outputs - n;
         if (rest <= 0) return;
         Vec value = load(sums + lane);
-        if (op.bias != nullptr) value = add(value, load_some(op.bias + n, rest));
+        if (op.bias != nullptr) value = add(value, load_some((const bf16*)op.bias + n, rest));
         if (op.epilogue == HR_STORE_F32) {
             float* out = (float*)step.buffers[op.output] + row * step.strides[op.output];
             store_some(out + n, value, rest);
@@ -106,7 +106,7 @@ inline void finish_block(const hr_op& op, const hr_step& step, int64_t row, int6
         bf16* out = bf16_row(step, op.output, row) + n;
         if (is_gated) {
             Vec up = load(sums + width + lane);
-            if (op.bias != nullptr) up = add(up, load_some(op.bias + num_outputs + n, rest));
+            if (op.bias != nullptr) up = add(up, load_some((const bf16*)op.bias + num_outputs + n, rest));
             value = mul(op.epilogue == HR_SILU_MUL ? silu(value) : gelu_tanh(value), up);
         } else if (op.epilogue == HR_ADD) {
             value = add(load_some(out, rest), value);
