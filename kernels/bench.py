@@ -15,12 +15,12 @@ import torch
 from headrace.configs.hardware import cpu_facts
 from headrace.kernels.native import (
     Epilogue,
+    Format,
     Kind,
     NativeKernels,
     Op,
     Step,
     load_kernels,
-    packed_shape,
 )
 
 _SHAPES = ((960, 576), (3072, 576), (576, 1536), (49152, 576), (2048, 2048), (8192, 2048))
@@ -44,7 +44,8 @@ def _product_seconds(kernels: NativeKernels, rows: int, outputs: int, inputs: in
     num_matrices = max(1, _BYTES_PER_CALL // (2 * outputs * inputs))
     if rows >= 64:  # bound by arithmetic
         num_matrices = max(1, num_matrices // rows)
-    weights = torch.full((num_matrices, *packed_shape(outputs, inputs)), 0.5, dtype=torch.bfloat16)
+    num_bytes = kernels.packed_bytes(Format.BF16, outputs, inputs)
+    weights = torch.full((num_matrices, num_bytes // 2), 0.5, dtype=torch.bfloat16)
     x = torch.ones(rows, inputs, dtype=torch.bfloat16)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16)
     ops = (Op * num_matrices)()

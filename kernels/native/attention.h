@@ -251,8 +251,8 @@ inline void add_tile(const hr_op& op, const hr_step& step, const Span& span, con
         for (int64_t row = head * rows; row < (head + 1) * rows; row += kMaxRows) {
             const int64_t rest = (head + 1) * rows - row;
             multiply_rows<2>((int)(rest < kMaxRows ? rest : kMaxRows), s.queries + row * dim, dim,
-                             s.keys + head * dim * kBlockRows, block_size(width), dim,
-                             s.scores + row * kTile, kTile);
+                             s.keys + head * dim * kBlockRows,
+                             (width + 1) / 2 * 2 * kBlockRows, dim, s.scores + row * kTile, kTile);
         }
     }
     float kept[kMaxItemRows];
@@ -345,7 +345,7 @@ inline void attend(const hr_op& op, const hr_step& step, const Item& item, float
     for (int64_t head = 0; head < item.num_kv_heads; ++head)
         for (int64_t t = 0; t < item.num_tokens; ++t)
             memcpy(s.queries + (head * rows + t * heads) * dim,
-                   bf16_row(step, op.input, item.first_row + t) +
+                   row_of<bf16>(step, op.input, item.first_row + t) +
                        (item.kv_head + head) * heads * dim,
                    heads * dim * sizeof(bf16));
     add_parts(op, step, item, s);
@@ -358,7 +358,7 @@ inline void attend(const hr_op& op, const hr_step& step, const Item& item, float
             continue;
         }
         const int64_t token = row % rows / heads, head = item.kv_head + row / rows;
-        bf16* out = bf16_row(step, op.output, item.first_row + token);
+        bf16* out = row_of<bf16>(step, op.output, item.first_row + token);
         write_row(s.whole + row * wide, s.whole_sum[row], dim,
                   out + (head * heads + row % heads) * dim);
     }
@@ -370,7 +370,7 @@ inline void join_items(const hr_op& op, const hr_step& step, const Item& first,
     const int64_t dim = op.head_dim, wide = padded_dim(dim);
     const int64_t heads = op.num_heads / op.num_kv_heads, rows = heads * first.num_kv_heads;
     clear_sums(s.whole, s.whole_max, s.whole_sum, rows, wide);
-    bf16* out = bf16_row(step, op.output, first.first_row) + first.kv_head * heads * dim;
+    bf16* out = row_of<bf16>(step, op.output, first.first_row) + first.kv_head * heads * dim;
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t part = 0; part < first.num_parts; ++part) {
             const float* place = partial + (part * rows + row) * (wide + 2);

@@ -105,7 +105,7 @@ typedef struct {
     void* buffers[HR_MAX_BUFFERS];
     int64_t strides[HR_MAX_BUFFERS];   // elements from row to row
     const float* ropes[HR_MAX_ROPES];  // [positions, head_dim]: cosines, then sines
-    double* op_seconds;  // [num_ops]: the time that each operation took is added; or null
+    double* op_seconds;  // [num_ops] of the call: the time that each operation took is added; or null
     int32_t format;      // of row buffers, but for those that STORE_F32 writes
     int32_t unused;      // keeps the size a multiple of 8
 } hr_step;
@@ -141,7 +141,9 @@ int32_t hr_machine(void);
 hr_pool* hr_pool_new(int32_t num_threads, const int32_t* cpus);
 void hr_pool_free(hr_pool* pool);
 
-// 0, or -1 if memory for the step's work list is missing. One call at a time per pool.
+// 0; -1 if memory for the step's work list is missing; -2, before anything is computed, if there is
+// no code for an operation: a float matrix must have the format of the rows. One call at a time per
+// pool.
 int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step);
 
 // Bytes of a packed matrix; -1 if the format cannot have rows of `num_inputs`.
@@ -156,9 +158,9 @@ int32_t hr_pack(hr_pool* pool, const void* rows, int32_t rows_format, int64_t nu
                 int32_t lanes);
 
 // Rows `ids` of a packed matrix, times `scale`, rounded to `out_format` (one of the first three):
-// [num_ids, num_inputs].
-void hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num_inputs,
-               const int64_t* ids, int64_t num_ids, float scale, int32_t out_format, void* out);
+// [num_ids, num_inputs]. 0, or -1 if there is no code for these formats.
+int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num_inputs,
+                  const int64_t* ids, int64_t num_ids, float scale, int32_t out_format, void* out);
 
 // Draw one token per row of `scores` [num_rows, vocab]: logits, of which -Inf excludes a token and
 // one at least is finite. They become what is drawn from: less their maximum, over the temperature,

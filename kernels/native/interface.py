@@ -151,7 +151,7 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
             (pointer, pointer, int32, int64, int64, pointer, int32, int64, int32),
         ),
         "hr_lookup": (
-            None,
+            int32,
             (pointer, pointer, int32, int64, pointer, int64, ctypes.c_float, int32, pointer),
         ),
         "hr_draw": (

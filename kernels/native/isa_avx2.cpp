@@ -1,7 +1,8 @@
-// Compiled for AVX2 and FMA.
+// Compiled for AVX2, FMA and F16C.
 #define HR_LANES 8
 #define HR_HAS_BF16 0
 #include "draw.h"
+#include "pack.h"
 #include "step.h"
 
 void hr_work_avx2(const Work& work, int thread, int num_threads) {
@@ -10,4 +11,12 @@ void hr_work_avx2(const Work& work, int thread, int num_threads) {
 
 void hr_draw_avx2(const Draw& draw, int thread, int num_threads) {
     run_draw(draw, thread, num_threads);
+}
+
+void hr_pack_avx2(const Packing& packing, int thread, int num_threads) {
+    run_pack(packing, thread, num_threads);
+}
+
+void hr_lookup_avx2(const Lookup& lookup, int thread, int num_threads) {
+    run_lookup(lookup, thread, num_threads);
 }

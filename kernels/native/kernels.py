@@ -9,14 +9,20 @@ from types import MappingProxyType
 import torch
 
 from headrace.configs.errors import ConfigurationError
-from headrace.kernels.native.interface import DrawRow, Format, Lanes, Op, Step, open_library
+from headrace.kernels.native.interface import DrawRow, Format, Kind, Lanes, Op, Step, open_library
 
 logger = logging.getLogger(__name__)
 
 # Instruction sets by the number that the library knows them by, worst first.
 _ISAS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512bf16": 3})
 _HAS_AMX = 1 << 4
+# Formats of rows, and of float matrices.
+FORMATS: Mapping[torch.dtype, Format] = MappingProxyType(
+    {torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float32: Format.F32}
+)
 CHOICES = ("auto", "reference", *_ISAS)
+
+_NO_CODE = -2  # result of `hr_run`
 
 # Changes with any change of what the kernels compute, bit by bit.
 _CONTRACT_VERSION = 2
@@ -43,42 +49,95 @@ class NativeKernels:
         """Names the rules of arithmetic: equal names mean bitwise equal results."""
         return f"native-{_CONTRACT_VERSION}-{self.isa}"
 
-    def run(self, ops: "ctypes.Array[Op]", step: Step) -> None:
-        """Run a list of operations; all memory that they name must be there. Releases the GIL."""
-        if self._library.hr_run(self._pool, self._isa_number, ops, len(ops), ctypes.byref(step)):
+    def run(
+        self, ops: "ctypes.Array[Op]", step: Step, first: int = 0, last: int | None = None
+    ) -> None:
+        """Run operations `first` to `last` (all, if not given) of a list; releases the GIL.
+
+        All memory that they name must be there. Running a list slice by slice gives the same bits.
+        Raises ValueError, with nothing computed, where an operation has no code for its formats.
+        """
+        last = len(ops) if last is None else last
+        if not 0 <= first <= last <= len(ops):
+            raise ValueError(f"operations {first} to {last} of {len(ops)}")
+        if first == last:
+            return
+        op_seconds = step.op_seconds
+        if op_seconds:
+            step.op_seconds = op_seconds + first * ctypes.sizeof(ctypes.c_double)
+        status = self._library.hr_run(
+            self._pool, self._isa_number, ctypes.byref(ops[first]), last - first, ctypes.byref(step)
+        )
+        step.op_seconds = op_seconds
+        if status == _NO_CODE:
+            products = [op for op in ops[first:last] if op.kind == Kind.PRODUCT]
+            formats = sorted({_format_name(op.format) for op in products})
+            raise ValueError(
+                f"the native kernels have no code for operations {first} to {last} on rows in "
+                f"{_format_name(step.format)} with matrices in {', '.join(formats) or 'none'}"
+            )
+        if status:
             raise MemoryError("no memory for the work list of a step")
 
-    def pack(self, rows: torch.Tensor, packed: torch.Tensor, first_row: int, lanes: Lanes) -> None:
-        """Copy bf16 `rows` [num_rows, num_inputs] into a packed matrix."""
+    def packed_bytes(self, format: Format, num_outputs: int, num_inputs: int) -> int:
+        """Of a packed matrix. Raises ValueError for a format that cannot have such rows."""
+        num_bytes: int = self._library.hr_packed_bytes(format, num_outputs, num_inputs)
+        if num_bytes < 0:
+            raise ValueError(f"rows of {num_inputs} inputs cannot be packed as {format.name}")
+        return num_bytes
+
+    def pack(
+        self,
+        rows: torch.Tensor,
+        packed: torch.Tensor,
+        format: Format,
+        first_row: int,
+        lanes: Lanes,
+    ) -> None:
+        """Copy float `rows` [num_rows, num_inputs], rounded if need be, into a packed matrix.
+
+        Raises ValueError where the one cannot be made of the other.
+        """
         num_rows, num_inputs = rows.shape
-        self._library.hr_pack(
+        if self._library.hr_pack(
             self._pool,
             rows.data_ptr(),
-            Format.BF16,
+            FORMATS[rows.dtype],
             num_rows,
             num_inputs,
             packed.data_ptr(),
-            Format.BF16,
+            format,
             first_row,
             lanes,
-        )
+        ):
+            raise ValueError(f"{rows.dtype} rows cannot be packed as {format.name}")
 
     def lookup(
-        self, packed: torch.Tensor, num_inputs: int, row_ids: torch.Tensor, scale: float
+        self,
+        packed: torch.Tensor,
+        format: Format,
+        num_inputs: int,
+        row_ids: torch.Tensor,
+        scale: float,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Rows `row_ids` [num_ids] int64 of a packed matrix, times `scale`: bf16."""
-        out = torch.empty(row_ids.shape[0], num_inputs, dtype=torch.bfloat16)
-        self._library.hr_lookup(
+        """Rows `row_ids` [num_ids] int64 of a packed matrix, times `scale`: [num_ids, num_inputs].
+
+        Of `dtype`: bfloat16, float16 or float32. Raises ValueError for a format without lookups.
+        """
+        out = torch.empty(row_ids.shape[0], num_inputs, dtype=dtype)
+        if self._library.hr_lookup(
             self._pool,
             packed.data_ptr(),
-            Format.BF16,
+            format,
             num_inputs,
             row_ids.data_ptr(),
             row_ids.shape[0],
             scale,
-            Format.BF16,
+            FORMATS[dtype],
             out.data_ptr(),
-        )
+        ):
+            raise ValueError(f"rows of {format.name} matrices cannot be looked up")
         return out
 
     def draw(self, scores: torch.Tensor, rows: "ctypes.Array[DrawRow]") -> list[int]:
@@ -104,6 +163,13 @@ class NativeKernels:
         )
         result: list[int] = token_ids.tolist()
         return result
+
+
+def _format_name(number: int) -> str:
+    try:
+        return Format(number).name
+    except ValueError:
+        return f"format {number}"
 
 
 def load_kernels(choice: str, num_threads: int) -> NativeKernels | None:

@@ -1,5 +1,6 @@
 // The C interface: instruction sets, packing, and running a step.
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -11,11 +12,8 @@
 
 namespace {
 
-constexpr int64_t kBlockRows = 32;
 constexpr int64_t kCacheLine = 64;
 constexpr int64_t kLookupTogether = 16;  // rows below which one thread looks them up
-
-int64_t block_size(int64_t num_inputs) { return (num_inputs + 1) / 2 * 2 * kBlockRows; }
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -130,8 +128,8 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
     int64_t widest = 0, scratch = 0;
     for (int64_t i = 0; i < work.num_ops; ++i) {
         const hr_op& op = work.ops[i];
-        if (op.kind == HR_PRODUCT && op.norm != nullptr)
-            scratch = std::max(scratch, kNormAlone * (int64_t)sizeof(uint16_t));
+        if (op.kind == HR_PRODUCT)
+            scratch = std::max(scratch, product_scratch_bytes(op, work.step->num_tokens));
         if (op.kind != HR_ATTENTION) continue;
         widest = std::max<int64_t>(widest, op.head_dim);
         scratch = std::max(scratch, scratch_bytes(op.head_dim, op.num_kv_heads));
@@ -181,73 +179,26 @@ void run_call(void* argument, int thread, int num_threads) {
 
 void meet(void* barrier) { ((Barrier*)barrier)->wait(); }
 
-struct Packing {
-    const uint16_t* rows;
-    int64_t num_rows, num_inputs;
-    uint16_t* packed;
-    int64_t first_row;
-    int32_t lanes;
-};
-
-// Rows of the matrix that one thread packs: whole blocks of the target, except at the ends.
-void pack_share(void* argument, int thread, int num_threads) {
-    const Packing& p = *(const Packing*)argument;
-    const int64_t width = p.lanes == HR_PLAIN ? kBlockRows : kBlockRows / 2;
-    const int64_t offset = p.lanes == HR_UP ? width : 0;
-    const int64_t first = p.first_row / width, end = divided_up(p.first_row + p.num_rows, width);
-    const int64_t from = first + (end - first) * thread / num_threads;
-    const int64_t to = first + (end - first) * (thread + 1) / num_threads;
-    for (int64_t block = from; block < to; ++block) {
-        const int64_t low = std::max(block * width, p.first_row);
-        const int64_t high = std::min((block + 1) * width, p.first_row + p.num_rows);
-        uint16_t* target = p.packed + block * block_size(p.num_inputs);
-        for (int64_t k = 0; k < p.num_inputs; k += 2) {
-            uint16_t* pairs = target + k * kBlockRows + 2 * (low - block * width + offset);
-            const uint16_t* source = p.rows + (low - p.first_row) * p.num_inputs + k;
-            const int64_t bytes = k + 1 < p.num_inputs ? 4 : 2;
-            if (bytes == 4) {
-                for (int64_t row = low; row < high; ++row, source += p.num_inputs, pairs += 2)
-                    std::memcpy(pairs, source, 4);
-            } else {
-                for (int64_t row = low; row < high; ++row, source += p.num_inputs, pairs += 2)
-                    *pairs = *source;
-            }
-        }
-    }
+double seconds() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(now).count();
 }
 
-struct Lookup {
-    const uint16_t* packed;
-    int64_t num_inputs;
-    const int64_t* ids;
-    int64_t num_ids;
-    float scale;
-    uint16_t* out;
-};
+bool is_float(int32_t format) { return format >= HR_BF16 && format <= HR_F32; }
 
-uint16_t scaled(uint16_t value, float scale) {  // rounded to nearest even
-    uint32_t bits = (uint32_t)value << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    wide *= scale;
-    std::memcpy(&bits, &wide, 4);
-    if (wide != wide) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+// Whether there is code for this operation on rows of this format.
+bool can_run(const hr_op& op, const hr_step& step) {
+    if (!is_float(step.format)) return false;
+    if (op.kind == HR_ATTENTION && step.format != HR_BF16) return false;
+    return op.kind != HR_PRODUCT || op.format == step.format;
+}
+
+void pack_share(void* argument, int thread, int num_threads) {
+    hr_pack_avx2(*(const Packing*)argument, thread, num_threads);
 }
 
 void lookup_share(void* argument, int thread, int num_threads) {
-    const Lookup& l = *(const Lookup*)argument;
-    const int64_t from = l.num_ids * thread / num_threads;
-    const int64_t to = l.num_ids * (thread + 1) / num_threads;
-    for (int64_t i = from; i < to; ++i) {
-        const uint16_t* row = l.packed + l.ids[i] / kBlockRows * block_size(l.num_inputs) +
-                              l.ids[i] % kBlockRows * 2;
-        uint16_t* out = l.out + i * l.num_inputs;
-        for (int64_t k = 0; k < l.num_inputs; ++k)
-            out[k] = row[k / 2 * 2 * kBlockRows + k % 2];
-        if (l.scale == 1.0f) continue;
-        for (int64_t k = 0; k < l.num_inputs; ++k) out[k] = scaled(out[k], l.scale);
-    }
+    hr_lookup_avx2(*(const Lookup*)argument, thread, num_threads);
 }
 
 using DrawFunction = void (*)(const Draw&, int, int);
@@ -274,7 +225,9 @@ int64_t hr_draw_row_bytes(void) { return sizeof(hr_draw_row); }
 int32_t hr_machine(void) {
     __builtin_cpu_init();
     int32_t found = 0;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return found;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c"))
+        return found;
     found |= 1 << HR_AVX2;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
@@ -298,6 +251,8 @@ int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, co
     constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {
         hr_work_avx2, hr_work_avx512, hr_work_avx512, hr_work_avx512_bf16, hr_work_avx512, nullptr,
     };
+    for (int64_t i = 0; i < num_ops; ++i)
+        if (!can_run(ops[i], *step)) return -2;
     try {
         Work work = {};
         work.ops = ops;
@@ -305,6 +260,7 @@ int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, co
         work.step = step;
         work.meet = meet;
         work.barrier = &pool->threads.barrier;
+        work.seconds = seconds;
         prepare(pool->memory, work, pool->threads.num_threads);
         Call call = {&work, kFunctions[isa]};
         pool->threads.run(run_call, &call);
@@ -315,28 +271,30 @@ int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, co
 }
 
 int64_t hr_packed_bytes(int32_t format, int64_t num_outputs, int64_t num_inputs) {
-    if (format != HR_BF16) return -1;
-    return divided_up(num_outputs, kBlockRows) * block_size(num_inputs) * (int64_t)sizeof(uint16_t);
+    if (!is_float(format)) return -1;
+    return divided_up(num_outputs, kBlockRows) * block_bytes(format, num_inputs);
 }
 
 int32_t hr_pack(hr_pool* pool, const void* rows, int32_t rows_format, int64_t num_rows,
                 int64_t num_inputs, void* packed, int32_t format, int64_t first_row,
                 int32_t lanes) {
-    if (format != HR_BF16 || rows_format != HR_BF16) return -1;
-    Packing packing = {(const uint16_t*)rows, num_rows, num_inputs, (uint16_t*)packed, first_row,
-                       lanes};
+    if (!is_float(format) || !is_float(rows_format)) return -1;
+    Packing packing = {rows, rows_format, num_rows, num_inputs, packed, format, first_row, lanes};
     pool->threads.run(pack_share, &packing);
     return 0;
 }
 
-void hr_lookup(hr_pool* pool, const void* packed, int32_t, int64_t num_inputs, const int64_t* ids,
-               int64_t num_ids, float scale, int32_t, void* out) {
-    Lookup lookup = {(const uint16_t*)packed, num_inputs, ids, num_ids, scale, (uint16_t*)out};
+int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num_inputs,
+                  const int64_t* ids, int64_t num_ids, float scale, int32_t out_format, void* out) {
+    if (!is_float(format) || !is_float(out_format)) return -1;
+    Lookup lookup = {packed, format, num_inputs, ids, num_ids, scale, out_format, out};
     if (num_ids < kLookupTogether) {
+        const DenormalsAreZero guard;
         lookup_share(&lookup, 0, 1);
     } else {
         pool->threads.run(lookup_share, &lookup);
     }
+    return 0;
 }
 
 void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,

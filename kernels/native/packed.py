@@ -4,33 +4,43 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.native.interface import Lanes
-from headrace.kernels.native.kernels import NativeKernels
+from headrace.kernels.native.interface import Format, Lanes
+from headrace.kernels.native.kernels import FORMATS, NativeKernels
 
 _BLOCK_ROWS = 32
 
 
-def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
-    """[blocks of 32 rows, pairs of inputs, 32 rows, 2]: rows and inputs are padded with zeros."""
-    return -(-num_outputs // _BLOCK_ROWS), -(-num_inputs // 2), _BLOCK_ROWS, 2
+def packed_shape(
+    num_outputs: int, num_inputs: int, format: Format = Format.BF16
+) -> tuple[int, ...]:
+    """Of a float matrix, in elements; rows and, in bf16, inputs are padded with zeros.
+
+    In bf16 [blocks of 32 rows, pairs of inputs, 32 rows, 2], with a multiple of 32 inputs; in f16
+    and f32 [blocks of 32 rows, inputs, 32 rows].
+    """
+    num_blocks = -(-num_outputs // _BLOCK_ROWS)
+    if format is Format.BF16:
+        return num_blocks, -(-num_inputs // 32) * 16, _BLOCK_ROWS, 2
+    return num_blocks, num_inputs, _BLOCK_ROWS
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A bf16 matrix [num_outputs, num_inputs], packed.
+    """A matrix [num_outputs, num_inputs] in a format, packed.
 
     `is_gated`: the first half of the rows are a gate's, the second half an up projection's, and
     every block holds 16 of either, so that one block of a product has both.
     """
 
-    data: torch.Tensor  # `packed_shape`, bf16, zeros at first
+    data: torch.Tensor  # `kernels.packed_bytes` of memory, zeros at first
+    format: Format
     num_outputs: int
     num_inputs: int
     kernels: NativeKernels
     is_gated: bool = False
 
     def fill(self, rows: torch.Tensor, first_row: int) -> None:
-        """Put `rows` [num_rows, num_inputs] at `first_row`.
+        """Put float `rows` [num_rows, num_inputs] at `first_row`.
 
         In a gated matrix they must lie in one half.
         """
@@ -38,15 +48,26 @@ class PackedMatrix:
         if self.is_gated:
             lanes = Lanes.GATE if first_row < half else Lanes.UP
             first_row -= 0 if lanes is Lanes.GATE else half
-        self.kernels.pack(rows.to(torch.bfloat16).contiguous(), self.data, first_row, lanes)
+        if rows.dtype not in FORMATS:
+            rows = rows.float()
+        self.kernels.pack(rows.contiguous(), self.data, self.format, first_row, lanes)
 
-    def lookup(self, row_ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Rows `row_ids` [num_ids] int64, times `scale`: [num_ids, num_inputs] bf16."""
-        return self.kernels.lookup(self.data, self.num_inputs, row_ids, scale)
+    def lookup(
+        self, row_ids: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Rows `row_ids` [num_ids] int64, times `scale`: [num_ids, num_inputs] of `dtype`."""
+        return self.kernels.lookup(
+            self.data, self.format, self.num_inputs, row_ids, scale, dtype
+        )
 
     def unpacked(self) -> torch.Tensor:
-        """The matrix again, [num_outputs, num_inputs]."""
-        blocks = self.data.permute(0, 2, 1, 3).flatten(2)[:, :, : self.num_inputs]
+        """The matrix again, [num_outputs, num_inputs]; of a float format."""
+        [dtype] = [dtype for dtype, format in FORMATS.items() if format is self.format]
+        blocks = self.data.view(-1).view(dtype)
+        blocks = blocks.view(packed_shape(self.num_outputs, self.num_inputs, self.format))
+        if self.format is Format.BF16:
+            blocks = blocks.transpose(2, 3).flatten(1, 2)
+        blocks = blocks.transpose(1, 2)[:, :, : self.num_inputs]
         if not self.is_gated:
             return blocks.flatten(0, 1)[: self.num_outputs]
         half, middle = self.num_outputs // 2, _BLOCK_ROWS // 2

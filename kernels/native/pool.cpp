@@ -22,6 +22,12 @@ void wake_all(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
+DenormalsAreZero::DenormalsAreZero() : before_(_mm_getcsr()) {
+    _mm_setcsr(before_ | kFlushDenormals);
+}
+
+DenormalsAreZero::~DenormalsAreZero() { _mm_setcsr(before_); }
+
 void Barrier::wait() {
     if (num_threads_ == 1) return;
     const uint32_t round = round_.load(std::memory_order_relaxed);
@@ -60,8 +66,7 @@ void ThreadPool::stop() {
 }
 
 void ThreadPool::run(Function function, void* argument) {
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | kFlushDenormals);
+    const DenormalsAreZero guard;
     if (num_threads > 1) {
         function_ = function;
         argument_ = argument;
@@ -77,11 +82,10 @@ void ThreadPool::run(Function function, void* argument) {
             sched_yield();
         }
     }
-    _mm_setcsr(before);
 }
 
 void ThreadPool::serve(int thread) {
-    _mm_setcsr(_mm_getcsr() | kFlushDenormals);
+    const DenormalsAreZero guard;
     uint32_t seen = 0;
     while (true) {
         for (int spins = 0; call_.load(std::memory_order_acquire) == seen; ++spins) {

@@ -8,6 +8,17 @@
 #include <thread>
 #include <vector>
 
+// While it lives, denormals are zero to this thread: as operands and as results.
+class DenormalsAreZero {
+  public:
+    DenormalsAreZero();
+    ~DenormalsAreZero();
+    DenormalsAreZero(const DenormalsAreZero&) = delete;
+
+  private:
+    const unsigned before_;
+};
+
 // All threads of a call meet here. Waiting spins, and lets others run when that takes long.
 class Barrier {
   public:

@@ -7,18 +7,29 @@
 // - HR_HAS_BF16: one chain of vdpbf16ps over ascending pairs, from +0;
 // - otherwise, per 32 k: e and o are fused-multiply-add chains over even and odd k from +0, then
 //   c = c + (e + o). This is also what AMX's tdpbf16ps does.
+// Both may stop at any multiple of 32 k and go on from the c that is stored there.
 #pragma once
 
 #include "simd.h"
+#include "work.h"
 
 namespace {
 
-constexpr int kBlockRows = 32;
 constexpr int kMaxRows = 6;       // of x, multiplied together
-constexpr int kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchBytes = 2048;
 
-inline int64_t block_size(int64_t num_inputs) {  // elements of one block of 32 rows
-    return (num_inputs + 1) / 2 * 2 * kBlockRows;
+// What a pass over the weights prefetches on its way: as many lines per step as it reads, from
+// these addresses, which move on by `advance` bytes with each step. Steps are pairs of k in bf16.
+struct Ahead {
+    const char* blocks[2];
+    int64_t advance;
+};
+
+// For a pass that reads its weights from memory: the same weights, a little later.
+template <typename W>
+inline Ahead own_weights(const W* w, int64_t block, int64_t step_bytes) {
+    const char* start = (const char*)w + kPrefetchBytes;
+    return {{start, start + block * (int64_t)sizeof(W)}, step_bytes};
 }
 
 inline uint32_t pair_at(const bf16* x, int64_t k, int64_t num_inputs) {
@@ -33,23 +44,24 @@ inline uint32_t pair_at(const bf16* x, int64_t k, int64_t num_inputs) {
 // R rows of x times B blocks, which lie `block` elements apart; c is [R][B * 32] floats.
 template <int R, int B>
 inline void multiply(const bf16* x, int64_t x_stride, const bf16* w, int64_t block,
-                     int64_t num_inputs, float* c, int64_t c_stride) {
+                     int64_t num_inputs, bool is_first, float* c, int64_t c_stride, Ahead ahead) {
     constexpr int kVectors = 2 * B;
     __m512 sums[R][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_setzero_ps();
+        for (int v = 0; v < kVectors; ++v)
+            sums[r][v] = is_first ? _mm512_setzero_ps() : load(c + r * c_stride + v * 16);
     const int64_t whole = num_inputs & ~(int64_t)1;
-    int64_t k = 0;
+    int64_t k = 0, offset = 0;
     const auto step = [&](auto pair_of) __attribute__((always_inline)) {
         __m512i weights[kVectors];
 #pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) {
-            const bf16* line = w + (v / 2) * block + k * kBlockRows + (v % 2) * 32;
-            if (R <= 4) prefetch((const char*)line + kPrefetchBytes);
-            weights[v] = _mm512_loadu_si512(line);
+            prefetch(ahead.blocks[v / 2] + offset + (v % 2) * 64);
+            weights[v] = _mm512_loadu_si512(w + (v / 2) * block + k * kBlockRows + (v % 2) * 32);
         }
+        offset += ahead.advance;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const __m512i pair = _mm512_set1_epi32(pair_of(x + r * x_stride));
@@ -71,17 +83,21 @@ inline void multiply(const bf16* x, int64_t x_stride, const bf16* w, int64_t blo
         for (int v = 0; v < kVectors; ++v) store(c + r * c_stride + v * 16, sums[r][v]);
 }
 
-// `rows` rows of x, at most kMaxRows.
+// `rows` rows of x, at most kMaxRows; adds to c, unless it is the first to write there.
 template <int B>
 inline void multiply_rows(int rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t block,
-                          int64_t num_inputs, float* c, int64_t c_stride) {
+                          int64_t num_inputs, bool is_first, float* c, int64_t c_stride,
+                          const Ahead& ahead) {
+    const auto run = [&](auto multiplied) {
+        multiplied(x, x_stride, w, block, num_inputs, is_first, c, c_stride, ahead);
+    };
     switch (rows) {
-        case 1: return multiply<1, B>(x, x_stride, w, block, num_inputs, c, c_stride);
-        case 2: return multiply<2, B>(x, x_stride, w, block, num_inputs, c, c_stride);
-        case 3: return multiply<3, B>(x, x_stride, w, block, num_inputs, c, c_stride);
-        case 4: return multiply<4, B>(x, x_stride, w, block, num_inputs, c, c_stride);
-        case 5: return multiply<5, B>(x, x_stride, w, block, num_inputs, c, c_stride);
-        default: return multiply<6, B>(x, x_stride, w, block, num_inputs, c, c_stride);
+        case 1: return run(multiply<1, B>);
+        case 2: return run(multiply<2, B>);
+        case 3: return run(multiply<3, B>);
+        case 4: return run(multiply<4, B>);
+        case 5: return run(multiply<5, B>);
+        default: return run(multiply<6, B>);
     }
 }
 
@@ -108,18 +124,19 @@ inline Vec high_halves(const bf16* p) {
 // R rows of x times 2 vectors of one block, over 32 k at most; adds to c.
 template <int R>
 inline void multiply_chunk(const bf16* x, int64_t x_stride, const bf16* w, int64_t from, int64_t to,
-                           int64_t num_inputs, float* c, int64_t c_stride) {
+                           int64_t num_inputs, float* c, int64_t c_stride, const char* ahead,
+                           int64_t advance) {
     Vec even[R][2], odd[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
         for (int v = 0; v < 2; ++v) even[r][v] = odd[r][v] = splat(0.0f);
-    for (int64_t k = from; k < to; k += 2) {
+    for (int64_t k = from; k < to; k += 2, ahead += advance) {
         Vec low[2], high[2];
 #pragma GCC unroll 16
         for (int v = 0; v < 2; ++v) {
             const bf16* line = w + k * kBlockRows + v * 2 * HR_LANES;
-            if (R == 1) prefetch((const char*)line + kPrefetchBytes);
+            if (v * HR_LANES % 16 == 0) prefetch(ahead + v * 64);
             low[v] = low_halves(line);
             high[v] = high_halves(line);
         }
@@ -147,32 +164,56 @@ inline void multiply_chunk(const bf16* x, int64_t x_stride, const bf16* w, int64
 
 template <int R>
 inline void multiply_block(const bf16* x, int64_t x_stride, const bf16* w, int64_t num_inputs,
-                           float* c, int64_t c_stride) {
+                           bool is_first, float* c, int64_t c_stride, const char* ahead,
+                           int64_t advance) {
     constexpr int kLanes = 2 * HR_LANES;
+    if (is_first) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) memset(c + r * c_stride, 0, kBlockRows * sizeof(float));
+        for (int r = 0; r < R; ++r) memset(c + r * c_stride, 0, kBlockRows * sizeof(float));
+    }
     for (int64_t from = 0; from < num_inputs; from += 32) {
         const int64_t to = from + 32 < num_inputs ? from + 32 : num_inputs;
         for (int lane = 0; lane < kBlockRows; lane += kLanes)
-            multiply_chunk<R>(x, x_stride, w + lane * 2, from, to, num_inputs, c + lane, c_stride);
+            multiply_chunk<R>(x, x_stride, w + lane * 2, from, to, num_inputs, c + lane, c_stride,
+                              ahead + from / 2 * advance + lane * 4, advance);
     }
 }
 
+// `rows` rows of x, at most kMaxRows; adds to c, unless it is the first to write there.
 template <int B>
 inline void multiply_rows(int rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t block,
-                          int64_t num_inputs, float* c, int64_t c_stride) {
-    constexpr int kTogether = HR_LANES == 16 ? 6 : 2;
+                          int64_t num_inputs, bool is_first, float* c, int64_t c_stride,
+                          const Ahead& ahead) {
     for (int b = 0; b < B; ++b) {
+        const auto run = [&](int r, auto multiplied) {
+            multiplied(x + r * x_stride, x_stride, w + b * block, num_inputs, is_first,
+                       c + r * c_stride + b * kBlockRows, c_stride, ahead.blocks[b], ahead.advance);
+        };
+#if HR_LANES == 16
+        switch (rows) {
+            case 1: run(0, multiply_block<1>); break;
+            case 2: run(0, multiply_block<2>); break;
+            case 3: run(0, multiply_block<3>); break;
+            case 4: run(0, multiply_block<4>); break;
+            case 5: run(0, multiply_block<5>); break;
+            default: run(0, multiply_block<6>);
+        }
+#else
         int r = 0;
-        for (; r + kTogether <= rows; r += kTogether)
-            multiply_block<kTogether>(x + r * x_stride, x_stride, w + b * block, num_inputs,
-                                      c + r * c_stride + b * kBlockRows, c_stride);
-        for (; r < rows; ++r)
-            multiply_block<1>(x + r * x_stride, x_stride, w + b * block, num_inputs,
-                              c + r * c_stride + b * kBlockRows, c_stride);
+        for (; r + 2 <= rows; r += 2) run(r, multiply_block<2>);
+        if (r < rows) run(r, multiply_block<1>);
+#endif
     }
 }
 
 #endif
+
+// All of k at once.
+template <int B>
+inline void multiply_rows(int rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t block,
+                          int64_t num_inputs, float* c, int64_t c_stride) {
+    multiply_rows<B>(rows, x, x_stride, w, block, num_inputs, true, c, c_stride,
+                     own_weights(w, block, 4 * kBlockRows));
+}
 
 }  // namespace

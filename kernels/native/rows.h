@@ -2,12 +2,22 @@
 #pragma once
 
 #include "interface.h"
-#include "product.h"
+#include "product_float.h"
+#include "work.h"
 
 namespace {
 
-inline bf16* bf16_row(const hr_step& step, int32_t buffer, int64_t row) {
-    return (bf16*)step.buffers[buffer] + row * step.strides[buffer];
+// The format's number of an element type.
+template <typename E>
+constexpr int32_t kFormat = HR_BF16;
+template <>
+constexpr int32_t kFormat<f16> = HR_F16;
+template <>
+constexpr int32_t kFormat<float> = HR_F32;
+
+template <typename E>
+inline E* row_of(const hr_step& step, int32_t buffer, int64_t row) {
+    return (E*)step.buffers[buffer] + row * step.strides[buffer];
 }
 
 struct Range {
@@ -19,7 +29,8 @@ inline Range share(int64_t size, int thread, int num_threads) {
 }
 
 // 1 / sqrt(mean of squares + eps), from four sums taken in turn.
-inline float inverse_rms(const bf16* x, int64_t size, float eps) {
+template <typename E>
+inline float inverse_rms(const E* x, int64_t size, float eps) {
     Vec sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
     int turn = 0;
     for (int64_t i = 0; i < size; i += HR_LANES, turn = (turn + 1) % 4) {
@@ -31,8 +42,9 @@ inline float inverse_rms(const bf16* x, int64_t size, float eps) {
 }
 
 // x / rms(x) * weight, or added to `out`; rounded once.
-inline void normalize(const bf16* x, const float* weight, int64_t size, float eps, bool is_added,
-                      bf16* out) {
+template <typename E>
+inline void normalize(const E* x, const float* weight, int64_t size, float eps, bool is_added,
+                      E* out) {
     const Vec inverse = splat(inverse_rms(x, size, eps));
     for (int64_t i = 0; i < size; i += HR_LANES) {
         const int64_t rest = size - i;
@@ -41,16 +53,18 @@ inline void normalize(const bf16* x, const float* weight, int64_t size, float ep
     }
 }
 
-inline void run_norm(const hr_op& op, const hr_step& step, Range rows, bool is_added, bf16* out,
+template <typename E>
+inline void run_norm(const hr_op& op, const hr_step& step, Range rows, bool is_added, E* out,
                      int64_t out_stride) {
     for (int64_t row = rows.from; row < rows.to; ++row)
-        normalize(bf16_row(step, op.input, row), op.norm, op.num_inputs, op.eps, is_added,
+        normalize(row_of<E>(step, op.input, row), op.norm, op.num_inputs, op.eps, is_added,
                   out + row * out_stride);
 }
 
 // One head, half-split: (a, b) -> (a cos - b sin, b cos + a sin). In place where `out` is `x`.
-inline void rotate(const bf16* x, const float* norm, float eps, const float* angles, int64_t size,
-                   bf16* out) {
+template <typename E>
+inline void rotate(const E* x, const float* norm, float eps, const float* angles, int64_t size,
+                   E* out) {
     const int64_t half = size / 2;
     const Vec inverse = splat(norm == nullptr ? 1.0f : inverse_rms(x, size, eps));
     for (int64_t i = 0; i < half; i += HR_LANES) {
@@ -68,14 +82,15 @@ inline void rotate(const bf16* x, const float* norm, float eps, const float* ang
 
 // Head norms and rotary embedding of some heads of one token: queries in place; the new keys and
 // values go to the cache.
+template <typename E>
 inline void rotate_token(const hr_op& op, const hr_step& step, int64_t token, int64_t slot,
                          int64_t kv_head, int64_t num_kv_heads) {
     const int64_t dim = op.head_dim, heads = op.num_heads / op.num_kv_heads;
     const int64_t cache_row = op.num_kv_heads * dim;
-    bf16* qkv = bf16_row(step, op.input, token);
+    E* qkv = row_of<E>(step, op.input, token);
     const float* angles = step.ropes[op.rope] + step.positions[token] * dim;
-    bf16* key = (bf16*)op.pages + slot * cache_row;
-    const auto rotate_heads = [&](int64_t first, int64_t count, bf16* out) {
+    E* key = (E*)op.pages + slot * cache_row;
+    const auto rotate_heads = [&](int64_t first, int64_t count, E* out) {
         for (int64_t head = first; head < first + count; ++head, out += dim)
             rotate(qkv + head * dim, op.norm == nullptr ? nullptr : op.norm + head * dim, op.eps,
                    angles, dim, out);
@@ -84,29 +99,30 @@ inline void rotate_token(const hr_op& op, const hr_step& step, int64_t token, in
     rotate_heads(op.num_heads + kv_head, num_kv_heads, key + kv_head * dim);
     memcpy(key + step.block_size * cache_row + kv_head * dim,
            qkv + (op.num_heads + op.num_kv_heads + kv_head) * dim,
-           num_kv_heads * dim * sizeof(bf16));
+           num_kv_heads * dim * sizeof(E));
 }
 
 // One block's share of one row: `sums` are 32 floats.
+template <typename E>
 inline void finish_block(const hr_op& op, const hr_step& step, int64_t row, int64_t block,
                          const float* sums) {
     const bool is_gated = op.epilogue == HR_SILU_MUL || op.epilogue == HR_GELU_MUL;
     const int64_t width = is_gated ? kBlockRows / 2 : kBlockRows;
     const int64_t num_outputs = is_gated ? op.num_outputs / 2 : op.num_outputs;
+    const E* bias = (const E*)op.bias;
     for (int64_t lane = 0; lane < width; lane += HR_LANES) {
         const int64_t n = block * width + lane, rest = num_outputs - n;
         if (rest <= 0) return;
         Vec value = load(sums + lane);
-        if (op.bias != nullptr) value = add(value, load_some((const bf16*)op.bias + n, rest));
+        if (bias != nullptr) value = add(value, load_some(bias + n, rest));
         if (op.epilogue == HR_STORE_F32) {
-            float* out = (float*)step.buffers[op.output] + row * step.strides[op.output];
-            store_some(out + n, value, rest);
+            store_some(row_of<float>(step, op.output, row) + op.output_column + n, value, rest);
             continue;
         }
-        bf16* out = bf16_row(step, op.output, row) + n;
+        E* out = row_of<E>(step, op.output, row) + op.output_column + n;
         if (is_gated) {
             Vec up = load(sums + width + lane);
-            if (op.bias != nullptr) up = add(up, load_some((const bf16*)op.bias + num_outputs + n, rest));
+            if (bias != nullptr) up = add(up, load_some(bias + num_outputs + n, rest));
             value = mul(op.epilogue == HR_SILU_MUL ? silu(value) : gelu_tanh(value), up);
         } else if (op.epilogue == HR_ADD) {
             value = add(load_some(out, rest), value);
@@ -116,40 +132,102 @@ inline void finish_block(const hr_op& op, const hr_step& step, int64_t row, int6
 }
 
 // Rows of a product's input.
+template <typename E>
 struct Rows {
-    const bf16* data;
+    const E* data;
     int64_t stride;
 };
 
-template <int B>
-inline void multiply_and_finish(const hr_op& op, const hr_step& step, const Rows& x,
-                                int64_t first_row, int64_t end_row, int64_t block) {
-    alignas(64) float sums[kMaxRows * B * kBlockRows];
-    const int64_t block_stride = block_size(op.num_inputs);
-    const bf16* weight = (const bf16*)op.weight + block * block_stride;
-    for (int64_t row = first_row; row < end_row; row += kMaxRows) {
-        const int rows = end_row - row < kMaxRows ? (int)(end_row - row) : kMaxRows;
-        multiply_rows<B>(rows, x.data + row * x.stride, x.stride, weight,
-                         block_stride, op.num_inputs, sums, B * kBlockRows);
-        for (int r = 0; r < rows; ++r)
-            for (int b = 0; b < B; ++b)
-                finish_block(op, step, row + r, block + b, sums + (r * B + b) * kBlockRows);
+// A product with a matrix of floats: f16 is multiplied as f32.
+template <typename E>
+struct FloatProduct {
+    typedef E Input;
+};
+template <>
+struct FloatProduct<f16> {
+    typedef float Input;
+};
+
+// Some rows, at most kRowsTogether, times B blocks. A tile of the weights stays in the second-level
+// cache for all passes over it, and these fetch the next tile from memory bit by bit.
+template <int B, typename E, typename X>
+inline void multiply_blocks(const hr_op& op, const hr_step& step, const Rows<X>& x,
+                            int64_t first_row, int64_t num_rows, int64_t block, float* wide) {
+    alignas(64) float sums[kRowsTogether * B * kBlockRows];
+    constexpr int64_t kStepBytes = kBlockRows * (kFormat<E> == HR_BF16 ? 4 : sizeof(E));
+    const int64_t stride = block_bytes(kFormat<E>, op.num_inputs) / (int64_t)sizeof(E);
+    const E* weight = (const E*)op.weight + block * stride;
+    const int64_t num_passes = (num_rows + kMaxRows - 1) / kMaxRows;
+    const int64_t tile = num_passes == 1 ? op.num_inputs : kTileInputs;
+    for (int64_t k = 0; k < op.num_inputs; k += tile) {
+        const int64_t num_inputs = k + tile < op.num_inputs ? tile : op.num_inputs - k;
+        const E* w = weight + k * kBlockRows;
+        const E* next = k + tile < op.num_inputs ? w + tile * kBlockRows : weight + B * stride;
+        const bool is_widened = kFormat<E> == HR_F16 && num_passes >= kWidenFromPasses;
+        if constexpr (kFormat<E> == HR_F16) {
+            for (int b = 0; is_widened && b < B; ++b)
+                widen(w + b * stride, num_inputs * kBlockRows, wide + b * kTileInputs * kBlockRows);
+        }
+        for (int64_t pass = 0; pass < num_passes; ++pass) {
+            const Range rows = share(num_rows, (int)pass, (int)num_passes);
+            const E* fetched = next + num_inputs * kBlockRows * pass / num_passes;
+            const Ahead ahead = num_passes == 1
+                                    ? own_weights(w, stride, kStepBytes)
+                                    : Ahead{{(const char*)fetched, (const char*)(fetched + stride)},
+                                            kStepBytes / num_passes};
+            const auto multiply_by = [&](const auto* weights, int64_t weights_stride) {
+                multiply_rows<B>((int)(rows.to - rows.from), x.data + rows.from * x.stride + k,
+                                 x.stride, weights, weights_stride, num_inputs, k == 0,
+                                 sums + rows.from * B * kBlockRows, B * kBlockRows, ahead);
+            };
+            if constexpr (kFormat<E> == HR_F16) {
+                if (is_widened) {
+                    multiply_by((const float*)wide, kTileInputs * kBlockRows);
+                    continue;
+                }
+            }
+            multiply_by(w, stride);
+        }
+    }
+    for (int64_t row = 0; row < num_rows; ++row)
+        for (int b = 0; b < B; ++b)
+            finish_block<E>(op, step, first_row + row, block + b,
+                            sums + (row * B + b) * kBlockRows);
+}
+
+// A matrix of floats, of the same format as the rows. Every thread has its own blocks of the
+// weights, and no k is split. f16 rows are made wide once for all blocks.
+template <typename E>
+inline void multiply_matrix(const hr_op& op, const hr_step& step, const Rows<E>& x, Range blocks,
+                            float* scratch) {
+    for (int64_t row = 0; row < step.num_tokens; row += kRowsTogether) {
+        const int64_t rest = step.num_tokens - row;
+        const int64_t num_rows = rest < kRowsTogether ? rest : kRowsTogether;
+        const E* first = x.data + row * x.stride;
+        Rows<typename FloatProduct<E>::Input> some;
+        if constexpr (kFormat<E> == HR_F16) {
+            some = {scratch, op.num_inputs};
+            for (int64_t r = 0; r < num_rows; ++r)
+                widen(first + r * x.stride, op.num_inputs, scratch + r * op.num_inputs);
+        } else {
+            some = {first, x.stride};
+        }
+        float* wide = scratch + num_rows * op.num_inputs;
+        int64_t block = blocks.from;
+        for (; block + 2 <= blocks.to; block += 2)
+            multiply_blocks<2, E>(op, step, some, row, num_rows, block, wide);
+        if (block < blocks.to) multiply_blocks<1, E>(op, step, some, row, num_rows, block, wide);
     }
 }
 
-// Every thread has its own rows of the weights, and no k is split. Rows of x come in groups that
-// the second-level cache holds.
-inline void run_product(const hr_op& op, const hr_step& step, const Rows& x, int thread,
+// Chooses by the format of the weights; `can_run` of library.cpp refuses all others.
+template <typename E>
+inline void run_product(const Work& work, const hr_op& op, const Rows<E>& x, int thread,
                         int num_threads) {
-    constexpr int64_t kRowsInCache = 16 * kMaxRows;
-    const int64_t num_blocks = (op.num_outputs + kBlockRows - 1) / kBlockRows;
-    const Range blocks = share(num_blocks, thread, num_threads);
-    for (int64_t row = 0; row < step.num_tokens; row += kRowsInCache) {
-        const int64_t end =
-            row + kRowsInCache < step.num_tokens ? row + kRowsInCache : step.num_tokens;
-        int64_t block = blocks.from;
-        for (; block + 2 <= blocks.to; block += 2) multiply_and_finish<2>(op, step, x, row, end, block);
-        if (block < blocks.to) multiply_and_finish<1>(op, step, x, row, end, block);
+    const Range blocks = share((op.num_outputs + kBlockRows - 1) / kBlockRows, thread, num_threads);
+    char* scratch = work.scratch + thread * work.scratch_bytes + kNormedBytes;
+    switch (op.format) {
+        case kFormat<E>: return multiply_matrix(op, *work.step, x, blocks, (float*)scratch);
     }
 }
 

@@ -5,11 +5,35 @@
 
 #include "interface.h"
 
+constexpr int64_t kBlockRows = 32;  // of a packed matrix
 constexpr int64_t kPart = 512;        // keys; absolute boundaries
 constexpr int64_t kMaxItemRows = 96;  // tokens x query heads
 // Up to this many elements every thread normalizes all rows for itself, which is cheaper than
 // meeting the others.
 constexpr int64_t kNormAlone = 1 << 16;
+// A product takes this many rows at a time, and this many inputs of them if they are more than one
+// pass over the weights multiplies: about what the second-level cache holds.
+constexpr int64_t kRowsTogether = 96;
+constexpr int64_t kTileInputs = 512;
+
+// Of rows and float matrices.
+inline int64_t format_bytes(int32_t format) { return format == HR_F32 ? 4 : 2; }
+
+// Of one block of a packed matrix. BF16 lies in pairs of k, padded with zeros to whole tiles of AMX.
+inline int64_t block_bytes(int32_t format, int64_t num_inputs) {
+    const int64_t inputs = format == HR_BF16 ? (num_inputs + 31) / 32 * 32 : num_inputs;
+    return inputs * kBlockRows * format_bytes(format);
+}
+
+// What one thread's scratch memory holds during a product: first the rows that it has normalized,
+// then, for f16, rows and weights as floats.
+constexpr int64_t kNormedBytes = kNormAlone * 4;
+
+inline int64_t product_scratch_bytes(const hr_op& op, int64_t num_tokens) {
+    if (op.format != HR_F16) return kNormedBytes;
+    const int64_t rows = num_tokens < kRowsTogether ? num_tokens : kRowsTogether;
+    return kNormedBytes + (rows * op.num_inputs + 2 * kBlockRows * kTileInputs) * 4;
+}
 
 // Some tokens of one sequence, some K and V heads with their query heads, a range of keys.
 struct Item {
@@ -45,6 +69,7 @@ struct Work {
     int32_t* counters;  // [num_ops][2], used atomically
     void (*meet)(void* barrier);
     void* barrier;
+    double (*seconds)();  // of a clock
 };
 
 // Rows of scores to draw from, shared out over the threads.
@@ -56,6 +81,29 @@ struct Draw {
     int64_t* token_ids;
 };
 
+// Rows for a packed matrix, as `hr_pack` takes them.
+struct Packing {
+    const void* rows;
+    int32_t rows_format;
+    int64_t num_rows, num_inputs;
+    void* packed;
+    int32_t format;
+    int64_t first_row;
+    int32_t lanes;
+};
+
+// Rows of a packed matrix, as `hr_lookup` takes them.
+struct Lookup {
+    const void* packed;
+    int32_t format;
+    int64_t num_inputs;
+    const int64_t* ids;
+    int64_t num_ids;
+    float scale;
+    int32_t out_format;
+    void* out;
+};
+
 // Instruction-set versions of one thread's share of a step.
 extern "C" void hr_work_avx2(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512(const Work& work, int thread, int num_threads);
@@ -64,3 +112,7 @@ extern "C" void hr_work_avx512_bf16(const Work& work, int thread, int num_thread
 // Instruction-set versions of one thread's share of the rows to draw from.
 extern "C" void hr_draw_avx2(const Draw& draw, int thread, int num_threads);
 extern "C" void hr_draw_avx512(const Draw& draw, int thread, int num_threads);
+
+// One thread's share of packing and looking up; every processor that runs anything runs these.
+extern "C" void hr_pack_avx2(const Packing& packing, int thread, int num_threads);
+extern "C" void hr_lookup_avx2(const Lookup& lookup, int thread, int num_threads);

@@ -7,6 +7,7 @@ import torch
 
 from headrace.kernels.attention import SequenceSlots
 from headrace.kernels.native import (
+    FORMATS,
     Epilogue,
     Kind,
     NativeKernels,
@@ -14,7 +15,6 @@ from headrace.kernels.native import (
     Op,
     PackedMatrix,
     Step,
-    packed_shape,
 )
 from headrace.kernels.native.interface import Group, open_library
 from headrace.kernels.native.kernels import supported_isas
@@ -31,9 +31,10 @@ def available_isas() -> tuple[str, ...]:
 
 
 def pack(kernels: NativeKernels, weight: torch.Tensor, is_gated: bool = False) -> PackedMatrix:
-    shape = packed_shape(*weight.shape)
-    data = torch.zeros(shape, dtype=torch.bfloat16)
-    matrix = PackedMatrix(data, weight.shape[0], weight.shape[1], kernels, is_gated)
+    """In the format of `weight`."""
+    format = FORMATS[weight.dtype]
+    data = torch.zeros(kernels.packed_bytes(format, *weight.shape), dtype=torch.uint8)
+    matrix = PackedMatrix(data, format, weight.shape[0], weight.shape[1], kernels, is_gated)
     half = weight.shape[0] // 2 if is_gated else weight.shape[0]
     for start in range(0, weight.shape[0], half):
         matrix.fill(weight[start : start + half], start)
@@ -41,7 +42,7 @@ def pack(kernels: NativeKernels, weight: torch.Tensor, is_gated: bool = False) -
 
 
 def run_op(kernels: NativeKernels, op: Op, buffers: Sequence[torch.Tensor]) -> None:
-    step = Step(num_tokens=buffers[0].shape[0])
+    step = Step(num_tokens=buffers[0].shape[0], format=FORMATS[buffers[0].dtype])
     for number, buffer in enumerate(buffers):
         step.buffers[number], step.strides[number] = buffer.data_ptr(), buffer.stride(0)
     kernels.run((Op * 1)(op), step)
@@ -57,7 +58,7 @@ def product(
 ) -> torch.Tensor:
     """The product in fresh memory filled with NaN, whose surplus columns must stay so."""
     width = matrix.num_outputs // 2 if epilogue in GATED else matrix.num_outputs
-    dtype = torch.float32 if epilogue is Epilogue.STORE_F32 else torch.bfloat16
+    dtype = torch.float32 if epilogue is Epilogue.STORE_F32 else x.dtype
     out = torch.full((x.shape[0], width + 3), torch.nan, dtype=dtype)
     if residual is not None:
         out[:, :width] = residual
@@ -70,6 +71,7 @@ def product(
         bias=0 if bias is None else bias.data_ptr(),
         num_outputs=matrix.num_outputs,
         num_inputs=matrix.num_inputs,
+        format=matrix.format,
     )
     run_op(kernels, op, (x, out))
     assert out[:, width:].isnan().all()

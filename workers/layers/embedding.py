@@ -24,6 +24,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = float(torch.tensor(scale, dtype=dtype))
         self.weight = empty_parameter(vocab_size, size, dtype=dtype)
+        self.dtype = dtype
         self.packed: PackedMatrix | None = None
 
     def pack(self, matrix: PackedMatrix) -> None:
@@ -34,7 +35,7 @@ class Embedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, size]"""
         if self.packed is not None:
-            return self.packed.lookup(token_ids, self.scale)
+            return self.packed.lookup(token_ids, self.dtype, self.scale)
         rows = functional.embedding(token_ids, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 

@@ -1,7 +1,6 @@
 """A decoder whose steps run as one native call: a list of operations made from its modules."""
 
 import ctypes
-import math
 import mmap
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 
 from headrace.kernels.native import (
+    FORMATS,
     Epilogue,
     Kind,
     NativeKernels,
@@ -17,7 +17,6 @@ from headrace.kernels.native import (
     Op,
     PackedMatrix,
     Step,
-    packed_shape,
 )
 from headrace.kernels.native.interface import MAX_ROPES, Group
 from headrace.workers.kv_cache import KVCache
@@ -42,8 +41,10 @@ _MIN_ROWS = 16
 def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
     """Why the native kernels cannot run this model; None if they can."""
     attention = config.attention
+    if dtype not in FORMATS:
+        return f"they do not compute in {dtype}"
     if dtype is not torch.bfloat16:
-        return f"they compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"their attention computes in bfloat16, not {str(dtype).removeprefix('torch.')}"
     if config.activation not in _GATED_EPILOGUES:
         return f"they do not have the activation {config.activation}"
     if attention.head_dim % 2 or attention.num_heads % attention.num_kv_heads:
@@ -58,8 +59,8 @@ def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
 class NativeDecoder(Decoder):
     """Same weights, same results within rounding, bitwise the same for any batch.
 
-    The residual stream and the cache are bfloat16; everything between two roundings to it, such as
-    norm and rotary embedding of a head, or activation and product, is float32.
+    The residual stream and the cache have the model's dtype; everything between two roundings to
+    it, such as norm and rotary embedding of a head, or activation and product, is float32.
     """
 
     kernels: NativeKernels
@@ -78,15 +79,15 @@ class NativeDecoder(Decoder):
         A head that shares the embedding's weight keeps it in that layout, and so does the lookup.
         """
         modules = list(self._matrices())
-        shapes = [packed_shape(*module.weight.shape) for module in modules]
-        sizes = [math.prod(shape) for shape in shapes]
+        format = FORMATS[self.dtype]
+        sizes = [self.kernels.packed_bytes(format, *module.weight.shape) for module in modules]
         memory = _huge_pages(sum(sizes)).split(sizes)
         gated = {id(layer.mlp.gate_up) for layer in self._layers()}
-        for module, shape, data in zip(modules, shapes, memory, strict=True):
+        for module, data in zip(modules, memory, strict=True):
             num_outputs, num_inputs = module.weight.shape
             module.pack(
                 PackedMatrix(
-                    data.view(shape), num_outputs, num_inputs, self.kernels, id(module) in gated
+                    data, format, num_outputs, num_inputs, self.kernels, id(module) in gated
                 )
             )
         super().allocate(max_model_len)
@@ -126,7 +127,7 @@ class NativeDecoder(Decoder):
         return residual
 
     def compute_logits(self, residual: torch.Tensor) -> torch.Tensor:
-        """As `Decoder.compute_logits`; the logits are never rounded to bfloat16."""
+        """As `Decoder.compute_logits`; the logits are never rounded to its dtype."""
         if self._head_ops is None:
             head = self.embedding if self.head is None else self.head
             op = _product(head, _RESIDUAL, _LOGITS, Epilogue.STORE_F32, self.norm)
@@ -174,7 +175,7 @@ class NativeDecoder(Decoder):
         num_tokens = residual.shape[0]
         if not self._row_buffers or num_tokens > self._row_buffers[_NORMED].shape[0]:
             self._row_buffers = self._make_row_buffers(max(_MIN_ROWS, num_tokens))
-        step = Step(num_tokens=num_tokens)
+        step = Step(num_tokens=num_tokens, format=FORMATS[self.dtype])
         for number, buffer in (*self._row_buffers.items(), (_RESIDUAL, residual)):
             step.buffers[number], step.strides[number] = buffer.data_ptr(), buffer.stride(0)
         return step
@@ -219,6 +220,7 @@ def _product(
         bias=0 if bias is None else bias.data_ptr(),
         num_outputs=matrix.num_outputs,
         num_inputs=matrix.num_inputs,
+        format=matrix.format,
     )
 
 
@@ -268,9 +270,9 @@ def _address(array: np.ndarray) -> int:
     return address
 
 
-def _huge_pages(num_elements: int) -> torch.Tensor:
-    """Zeroed bf16 memory that the system may back with huge pages."""
-    memory = mmap.mmap(-1, 2 * num_elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _huge_pages(num_bytes: int) -> torch.Tensor:
+    """Zeroed bytes that the system may back with huge pages."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.bfloat16)  # keeps the memory alive
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive

@@ -1,0 +1,155 @@
+// Packing of float matrices, and rows out of packed ones. Both are exact but for one rounding, so
+// one version serves all instruction sets of a processor family.
+#pragma once
+
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t kChunk = 64;  // inputs of a row at a time
+constexpr int64_t kGroup = 8;   // rows at a time
+
+// Where input k of a lane lies in its block.
+template <typename W>
+inline int64_t place(int64_t k, int64_t lane) {
+    if (kFormat<W> == HR_BF16) return k / 2 * 2 * kBlockRows + 2 * lane + k % 2;
+    return k * kBlockRows + lane;
+}
+
+// 8 rows of 8 dwords, turned.
+template <typename W>
+inline void transpose(const W* const* rows, int64_t k, __m256i* turned) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256((const __m256i*)(rows[i] + k));
+    for (int i = 0; i < 4; ++i) {
+        b[2 * i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        for (int j = 0; j < 2; ++j) {
+            a[4 * i + 2 * j] = _mm256_unpacklo_epi64(b[4 * i + j], b[4 * i + 2 + j]);
+            a[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(b[4 * i + j], b[4 * i + 2 + j]);
+        }
+    }
+    // a[4 i + j] holds dwords j and 4 + j of rows 4 i ... 4 i + 3.
+    for (int j = 0; j < 4; ++j) {
+        turned[j] = _mm256_permute2x128_si256(a[j], a[4 + j], 0x20);
+        turned[4 + j] = _mm256_permute2x128_si256(a[j], a[4 + j], 0x31);
+    }
+}
+
+// Whole dwords of 8 rows from input k on, 8 at a time; returns the input where it stops.
+template <typename W>
+inline int64_t pack_group(const W* const* rows, int64_t k, int64_t end, W* block, int64_t lane) {
+    constexpr int64_t kStep = 32 / sizeof(W);
+    for (; k + kStep <= end; k += kStep) {
+        __m256i turned[8];
+        transpose(rows, k, turned);
+        for (int i = 0; i < 8; ++i) {
+            if constexpr (kFormat<W> == HR_F16) {  // two inputs in a dword, for two places
+                const __m256i first = _mm256_and_si256(turned[i], _mm256_set1_epi32(0xffff));
+                const __m256i second = _mm256_srli_epi32(turned[i], 16);
+                const __m256i both =
+                    _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
+                W* out = block + place<W>(k + 2 * i, lane);
+                _mm_storeu_si128((__m128i*)out, _mm256_castsi256_si128(both));
+                _mm_storeu_si128((__m128i*)(out + kBlockRows), _mm256_extracti128_si256(both, 1));
+            } else {
+                const int64_t input = k + i * (4 / (int64_t)sizeof(W));
+                _mm256_storeu_si256((__m256i*)(block + place<W>(input, lane)), turned[i]);
+            }
+        }
+    }
+    return k;
+}
+
+// Inputs `k` to `end`, at most kChunk, of some rows, at most 8, to the lanes from `lane` on.
+template <typename R, typename W>
+inline void pack_chunk(const R* rows, int64_t stride, int64_t num_rows, int64_t k, int64_t end,
+                       W* block, int64_t lane) {
+    W staged[kGroup][kChunk];
+    const W* sources[kGroup];  // `+ k` is input k
+    for (int64_t r = 0; r < num_rows; ++r) {
+        if constexpr (kFormat<R> == kFormat<W>) {
+            sources[r] = rows + r * stride;
+        } else {
+            for (int64_t i = 0; i < end - k; i += HR_LANES)
+                store_some(staged[r] + i, load_some(rows + r * stride + k + i, end - k - i),
+                           end - k - i);
+            sources[r] = staged[r] - k;
+        }
+    }
+    if (num_rows == kGroup) k = pack_group(sources, k, end, block, lane);
+    for (; k < end; ++k)
+        for (int64_t r = 0; r < num_rows; ++r) block[place<W>(k, lane + r)] = sources[r][k];
+}
+
+// One thread's blocks of the target.
+template <typename R, typename W>
+inline void pack_blocks(const Packing& p, int thread, int num_threads) {
+    const int64_t width = p.lanes == HR_PLAIN ? kBlockRows : kBlockRows / 2;
+    const int64_t offset = p.lanes == HR_UP ? width : 0;
+    const int64_t first = p.first_row / width, end_row = p.first_row + p.num_rows;
+    const Range blocks = share((end_row + width - 1) / width - first, thread, num_threads);
+    const int64_t size = block_bytes(kFormat<W>, p.num_inputs) / (int64_t)sizeof(W);
+    for (int64_t block = first + blocks.from; block < first + blocks.to; ++block) {
+        const int64_t start = block * width;
+        const int64_t low = start > p.first_row ? start : p.first_row;
+        const int64_t high = start + width < end_row ? start + width : end_row;
+        for (int64_t k = 0; k < p.num_inputs; k += kChunk) {
+            const int64_t end = k + kChunk < p.num_inputs ? k + kChunk : p.num_inputs;
+            for (int64_t row = low; row < high; row += kGroup) {
+                const int64_t num_rows = row + kGroup < high ? kGroup : high - row;
+                pack_chunk((const R*)p.rows + (row - p.first_row) * p.num_inputs, p.num_inputs,
+                           num_rows, k, end, (W*)p.packed + block * size, offset + row - start);
+            }
+        }
+    }
+}
+
+// One thread's rows.
+template <typename W, typename E>
+inline void look_up(const Lookup& l, int thread, int num_threads) {
+    const Range ids = share(l.num_ids, thread, num_threads);
+    const int64_t size = block_bytes(kFormat<W>, l.num_inputs) / (int64_t)sizeof(W);
+    for (int64_t i = ids.from; i < ids.to; ++i) {
+        const W* block = (const W*)l.packed + l.ids[i] / kBlockRows * size;
+        E* out = (E*)l.out + i * l.num_inputs;
+        for (int64_t k = 0; k < l.num_inputs; k += HR_LANES) {
+            const int64_t rest = l.num_inputs - k;
+            W values[HR_LANES] = {};
+            for (int64_t j = 0; j < HR_LANES && j < rest; ++j)
+                values[j] = block[place<W>(k + j, l.ids[i] % kBlockRows)];
+            const Vec wide = load(values);
+            store_some(out + k, l.scale == 1.0f ? wide : mul(wide, splat(l.scale)), rest);
+        }
+    }
+}
+
+// Calls `function` with a value of the format's element type.
+template <typename F>
+inline void with_format(int32_t format, F function) {
+    switch (format) {
+        case HR_F16: return function(f16());
+        case HR_F32: return function(float());
+        default: return function(bf16());
+    }
+}
+
+inline void run_pack(const Packing& packing, int thread, int num_threads) {
+    with_format(packing.rows_format, [&](auto row) {
+        with_format(packing.format, [&](auto weight) {
+            pack_blocks<decltype(row), decltype(weight)>(packing, thread, num_threads);
+        });
+    });
+}
+
+inline void run_lookup(const Lookup& lookup, int thread, int num_threads) {
+    with_format(lookup.format, [&](auto weight) {
+        with_format(lookup.out_format, [&](auto out) {
+            look_up<decltype(weight), decltype(out)>(lookup, thread, num_threads);
+        });
+    });
+}
+
+}  // namespace
