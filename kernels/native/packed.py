@@ -52,13 +52,9 @@ class PackedMatrix:
             rows = rows.float()
         self.kernels.pack(rows.contiguous(), self.data, self.format, first_row, lanes)
 
-    def lookup(
-        self, row_ids: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
-    ) -> torch.Tensor:
+    def lookup(self, row_ids: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         """Rows `row_ids` [num_ids] int64, times `scale`: [num_ids, num_inputs] of `dtype`."""
-        return self.kernels.lookup(
-            self.data, self.format, self.num_inputs, row_ids, scale, dtype
-        )
+        return self.kernels.lookup(self.data, self.format, self.num_inputs, row_ids, scale, dtype)
 
     def unpacked(self) -> torch.Tensor:
         """The matrix again, [num_outputs, num_inputs]; of a float format."""

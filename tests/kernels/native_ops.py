@@ -30,6 +30,21 @@ def available_isas() -> tuple[str, ...]:
         return ()
 
 
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32, rounded once: what an fma instruction gives.
+
+    The product is exact in float64. A sum that is not is rounded to the odd one of its two
+    neighbours, so that rounding it again gives what one rounding would (Boldo and Melquiond 2008).
+    """
+    product, wide = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + wide
+    part = total - wide
+    error = (wide - (total - part)) + (product - part)
+    is_even = (total.view(np.int64) & 1) == 0
+    odd = np.nextafter(total, np.copysign(np.inf, error))
+    return np.where((error != 0) & is_even, odd, total).astype(np.float32)
+
+
 def pack(kernels: NativeKernels, weight: torch.Tensor, is_gated: bool = False) -> PackedMatrix:
     """In the format of `weight`."""
     format = FORMATS[weight.dtype]
@@ -55,13 +70,15 @@ def product(
     epilogue: Epilogue = Epilogue.STORE_F32,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    column: int = 0,
 ) -> torch.Tensor:
     """The product in fresh memory filled with NaN, whose surplus columns must stay so."""
     width = matrix.num_outputs // 2 if epilogue in GATED else matrix.num_outputs
     dtype = torch.float32 if epilogue is Epilogue.STORE_F32 else x.dtype
-    out = torch.full((x.shape[0], width + 3), torch.nan, dtype=dtype)
+    out = torch.full((x.shape[0], column + width + 3), torch.nan, dtype=dtype)
+    columns = slice(column, column + width)
     if residual is not None:
-        out[:, :width] = residual
+        out[:, columns] = residual
     op = Op(
         kind=Kind.PRODUCT,
         epilogue=epilogue,
@@ -72,10 +89,13 @@ def product(
         num_outputs=matrix.num_outputs,
         num_inputs=matrix.num_inputs,
         format=matrix.format,
+        output_column=column,
     )
     run_op(kernels, op, (x, out))
-    assert out[:, width:].isnan().all()
-    return out[:, :width].contiguous()
+    result = out[:, columns].clone(memory_format=torch.contiguous_format)
+    out[:, columns] = torch.nan
+    assert out.isnan().all()
+    return result
 
 
 def attention(

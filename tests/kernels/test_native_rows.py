@@ -1,11 +1,22 @@
 """Native normalization, and rotary embedding with the cache write, against the references."""
 
+import ctypes
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from headrace.kernels.attention import SequenceSlots, block_slots
-from headrace.kernels.native import Kind, NativeKernels, NativePlanner, Op, Step, load_kernels
+from headrace.kernels.native import (
+    Format,
+    Kind,
+    NativeKernels,
+    NativePlanner,
+    Op,
+    Step,
+    load_kernels,
+)
 from headrace.kernels.native.interface import Group
 from headrace.kernels.rms_norm import rms_norm
 from headrace.kernels.rotary import (
@@ -14,7 +25,7 @@ from headrace.kernels.rotary import (
     rotary_table,
     select_angles,
 )
-from tests.kernels.native_ops import available_isas, bits, run_op
+from tests.kernels.native_ops import available_isas, bits, pack, run_op
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
 
@@ -26,23 +37,111 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     return loaded
 
 
-@pytest.mark.parametrize("size", (1, 63, 100, 576, 2000))
-def test_norm(kernels: NativeKernels, size: int) -> None:
-    x, weight = torch.randn(37, size).bfloat16(), torch.randn(size)
+CLOSE = {
+    torch.bfloat16: {"rtol": 2**-8, "atol": 1e-6},
+    torch.float16: {"rtol": 2**-11, "atol": 2**-24},
+    torch.float32: {"rtol": 1e-6, "atol": 1e-6},
+}
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("size", (1, 15, 16, 17, 63, 100, 576, 2000))
+def test_norm(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
+    x, weight = torch.randn(37, size).to(dtype), torch.randn(size)
     expected = rms_norm(x.float(), weight, 1e-5)
     op = Op(kind=Kind.NORM, input=0, output=1, norm=weight.data_ptr(), num_inputs=size, eps=1e-5)
-    out = torch.full((37, size + 5), torch.nan).bfloat16()
+    out = torch.full((37, size + 5), torch.nan, dtype=dtype)
     run_op(kernels, op, (x, out))
     assert out[:, size:].isnan().all()
-    torch.testing.assert_close(out[:, :size].float(), expected, rtol=2**-8, atol=1e-6)
-    alone = torch.empty(1, size).bfloat16()
+    torch.testing.assert_close(out[:, :size].float(), expected, **CLOSE[dtype])
+    alone = torch.empty(1, size, dtype=dtype)
     run_op(kernels, op, (x[20:21], alone))
     np.testing.assert_array_equal(bits(alone[0]), bits(out[20, :size]))
     op.kind = Kind.NORM_ADD
-    added = torch.randn(37, size).bfloat16()
+    added = torch.randn(37, size).to(dtype)
     expected += added.float()
     run_op(kernels, op, (x, added))
-    torch.testing.assert_close(added.float(), expected, rtol=2**-8, atol=2**-8)
+    close = {**CLOSE[dtype], "atol": CLOSE[dtype]["rtol"]}
+    torch.testing.assert_close(added.float(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_norm_of_what_is_not_finite(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """Stays in its row; eps counts where a row is all but zero."""
+    x, weight = torch.randn(5, 40).to(dtype), torch.randn(40)
+    op = Op(kind=Kind.NORM, input=0, output=1, norm=weight.data_ptr(), num_inputs=40, eps=1e-5)
+    want, out = torch.empty_like(x), torch.empty_like(x)
+    run_op(kernels, op, (x, want))
+    x[1, 39], x[3, 2], x[4] = torch.nan, torch.inf, 1e-4
+    run_op(kernels, op, (x, out))
+    np.testing.assert_array_equal(bits(out)[[0, 2]], bits(want)[[0, 2]])
+    assert out[1].isnan().all() and out[3, 2].isnan() and not out[3, :2].any()
+    expected = (x[4].float() / (1e-8 + 1e-5) ** 0.5 * weight).to(dtype)
+    torch.testing.assert_close(out[4], expected, rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("rows", "inputs"), ((3, 100), (70, 1000)))
+def test_norm_before_a_product(
+    kernels: NativeKernels, dtype: torch.dtype, rows: int, inputs: int
+) -> None:
+    """The same as one after the other, whether every thread normalizes all rows or its own."""
+    x, norm = torch.randn(rows, inputs).to(dtype), torch.randn(inputs)
+    matrix = pack(kernels, torch.randn(50, inputs).to(dtype))
+    normed, want = torch.full_like(x, torch.nan), torch.full((rows, 50), torch.nan, dtype=dtype)
+    op = Op(kind=Kind.NORM, input=0, output=1, norm=norm.data_ptr(), num_inputs=inputs, eps=1e-5)
+    run_op(kernels, op, (x, normed))
+    op.kind, op.output, op.normed, op.num_outputs = Kind.PRODUCT, 1, 2, 50
+    op.weight, op.format, op.norm = matrix.data.data_ptr(), matrix.format, 0
+    run_op(kernels, op, (normed, want))
+    op.norm = norm.data_ptr()
+    out = torch.full_like(want, torch.nan)
+    run_op(kernels, op, (x, out, torch.full_like(x, torch.nan)))
+    np.testing.assert_array_equal(bits(out), bits(want))
+
+
+def norm_chain(kernels: NativeKernels, num_ops: int) -> tuple["ctypes.Array[Op]", Step]:
+    """Norms back and forth between two buffers, which live as long as the step."""
+    buffers, weight = [torch.randn(3, 40), torch.zeros(3, 40)], torch.rand(40) + 0.5
+    ops = (Op * num_ops)()
+    for i, op in enumerate(ops):
+        op.kind, op.input, op.output = Kind.NORM, i % 2, 1 - i % 2
+        op.norm, op.num_inputs, op.eps = weight.data_ptr(), 40, 1e-5
+    step = Step(num_tokens=3, format=Format.F32)
+    for number, buffer in enumerate(buffers):
+        step.buffers[number], step.strides[number] = buffer.data_ptr(), buffer.stride(0)
+    step.held = (buffers, weight)
+    return ops, step
+
+
+def test_running_in_slices(kernels: NativeKernels) -> None:
+    torch.manual_seed(0)
+    ops, step = norm_chain(kernels, 7)
+    kernels.run(ops, step)
+    want = [bits(buffer).copy() for buffer in step.held[0]]
+    torch.manual_seed(0)
+    ops, step = norm_chain(kernels, 7)
+    for first, last in ((0, 0), (0, 1), (1, 4), (4, 7), (7, 7)):
+        kernels.run(ops, step, first, last)
+    for buffer, expected in zip(step.held[0], want, strict=True):
+        np.testing.assert_array_equal(bits(buffer), expected)
+    for first, last in ((-1, 2), (2, 1), (0, 8)):
+        with pytest.raises(ValueError, match=f"operations {first} to {last} of 7"):
+            kernels.run(ops, step, first, last)
+
+
+def test_seconds_of_operations(kernels: NativeKernels) -> None:
+    """They are added to those of the slice that runs, and are no more than the call takes."""
+    ops, step = norm_chain(kernels, 6)
+    seconds = torch.zeros(6, dtype=torch.float64)
+    step.op_seconds = seconds.data_ptr()
+    start = time.perf_counter()
+    kernels.run(ops, step)
+    once = seconds.clone()
+    assert (once > 0).all() and once.sum() <= time.perf_counter() - start
+    kernels.run(ops, step, 2, 4)
+    assert ((seconds > once) == torch.tensor([False, False, True, True, False, False])).all()
+    assert step.op_seconds == seconds.data_ptr()
 
 
 @pytest.mark.parametrize("has_norms", (False, True))

@@ -1,10 +1,12 @@
 """Whole models on the native kernels: near transformers, bitwise the same in any circumstances."""
 
+import ctypes
+
 import pytest
 import torch
 
 from headrace.configs.sampling_params import SamplingParams
-from headrace.kernels.native import NativeKernels, load_kernels
+from headrace.kernels.native import NativeKernels, Op, Step, load_kernels
 from headrace.workers.model_runner import ModelRunner
 from headrace.workers.models import Decoder, build_model, load_weights
 from headrace.workers.models.native_decoder import NativeDecoder, obstacle
@@ -98,6 +100,27 @@ def test_a_request_is_the_same_in_any_batch(name: str, kernels: NativeKernels) -
         assert run(model, {**mates, "r": prompt}, chunk, 20)[-1] == want
     other = load_kernels(kernels.isa, 1)
     assert run(make_model(name, other), {"r": prompt}, 7, 20) == [want]
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3"))
+def test_a_step_in_slices(
+    name: str, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers may do something else between any two operations of the plan."""
+    model = make_model(name, kernels)
+    token_ids = [(5 * i) % VOCAB_SIZE for i in range(40)]
+    whole = prompt_logits(model, token_ids, 13)
+    run_all, num_slices = kernels.run, 0
+
+    def run_slices(ops: "ctypes.Array[Op]", step: Step) -> None:
+        nonlocal num_slices
+        for index in range(len(ops)):
+            run_all(ops, step, index, index + 1)
+            num_slices += 1
+
+    monkeypatch.setattr(kernels, "run", run_slices)
+    assert torch.equal(prompt_logits(model, token_ids, 13), whole)
+    assert num_slices > 4 * len(model.layers)
 
 
 def test_what_the_kernels_cannot_do_runs_on_torch(kernels: NativeKernels) -> None:
