@@ -25,7 +25,7 @@ COMPILE_ARGS = [
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 ]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 # One build has all instruction sets: a file each, and a choice at run time.
 ISA_ARGS = {

@@ -6,6 +6,19 @@
 
 namespace {
 
+// The format's number of an element type.
+template <typename E>
+constexpr int32_t kFormat = HR_BF16;
+template <>
+constexpr int32_t kFormat<f16> = HR_F16;
+template <>
+constexpr int32_t kFormat<float> = HR_F32;
+
+template <typename E>
+inline E* row_of(const hr_step& step, int32_t buffer, int64_t row) {
+    return (E*)step.buffers[buffer] + row * step.strides[buffer];
+}
+
 inline bf16* bf16_row(const hr_step& step, int32_t buffer, int64_t row) {
     return (bf16*)step.buffers[buffer] + row * step.strides[buffer];
 }
@@ -19,7 +32,8 @@ inline Range share(int64_t size, int thread, int num_threads) {
 }
 
 // 1 / sqrt(mean of squares + eps), from four sums taken in turn.
-inline float inverse_rms(const bf16* x, int64_t size, float eps) {
+template <typename E>
+inline float inverse_rms(const E* x, int64_t size, float eps) {
     Vec sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
     int turn = 0;
     for (int64_t i = 0; i < size; i += HR_LANES, turn = (turn + 1) % 4) {
@@ -49,8 +63,9 @@ inline void run_norm(const hr_op& op, const hr_step& step, Range rows, bool is_a
 }
 
 // One head, half-split: (a, b) -> (a cos - b sin, b cos + a sin). In place where `out` is `x`.
-inline void rotate(const bf16* x, const float* norm, float eps, const float* angles, int64_t size,
-                   bf16* out) {
+template <typename E>
+inline void rotate(const E* x, const float* norm, float eps, const float* angles, int64_t size,
+                   E* out) {
     const int64_t half = size / 2;
     const Vec inverse = splat(norm == nullptr ? 1.0f : inverse_rms(x, size, eps));
     for (int64_t i = 0; i < half; i += HR_LANES) {
@@ -64,27 +79,6 @@ inline void rotate(const bf16* x, const float* norm, float eps, const float* ang
         store_some(out + i, sub(mul(a, c), mul(b, s)), rest);
         store_some(out + half + i, fma(a, s, mul(b, c)), rest);
     }
-}
-
-// Head norms and rotary embedding of some heads of one token: queries in place; the new keys and
-// values go to the cache.
-inline void rotate_token(const hr_op& op, const hr_step& step, int64_t token, int64_t slot,
-                         int64_t kv_head, int64_t num_kv_heads) {
-    const int64_t dim = op.head_dim, heads = op.num_heads / op.num_kv_heads;
-    const int64_t cache_row = op.num_kv_heads * dim;
-    bf16* qkv = bf16_row(step, op.input, token);
-    const float* angles = step.ropes[op.rope] + step.positions[token] * dim;
-    bf16* key = (bf16*)op.pages + slot * cache_row;
-    const auto rotate_heads = [&](int64_t first, int64_t count, bf16* out) {
-        for (int64_t head = first; head < first + count; ++head, out += dim)
-            rotate(qkv + head * dim, op.norm == nullptr ? nullptr : op.norm + head * dim, op.eps,
-                   angles, dim, out);
-    };
-    rotate_heads(kv_head * heads, num_kv_heads * heads, qkv + kv_head * heads * dim);
-    rotate_heads(op.num_heads + kv_head, num_kv_heads, key + kv_head * dim);
-    memcpy(key + step.block_size * cache_row + kv_head * dim,
-           qkv + (op.num_heads + op.num_kv_heads + kv_head) * dim,
-           num_kv_heads * dim * sizeof(bf16));
 }
 
 // One block's share of one row: `sums` are 32 floats.
