@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "interface.h"
+#include "plan.h"
 #include "pool.h"
 #include "work.h"
 
@@ -18,98 +19,6 @@ constexpr int64_t kLookupTogether = 16;  // rows below which one thread looks th
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t rounded_up(int64_t a, int64_t b) { return divided_up(a, b) * b; }
-
-// The work list of one KV group, for operations with these heads.
-struct GroupPlan {
-    std::vector<Item> items;
-    std::vector<int64_t> token_slots;  // empty: not planned yet
-    bool has_parts = false;
-    int64_t num_partials = 0;
-
-    void clear() {
-        items.clear();
-        token_slots.clear();
-        has_parts = false;
-        num_partials = 0;
-    }
-};
-
-// Parts of the keys that a token at `position` sees: the first, and how many.
-struct Parts {
-    int64_t first, count;
-};
-
-Parts parts_of(int64_t position, int64_t window) {
-    const int64_t start = window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window);
-    const int64_t first = start / kPart;
-    return {first, divided_up(position + 1, kPart) - first};
-}
-
-void add_single(GroupPlan& plan, Item item, int64_t window, int64_t heads) {
-    const Parts parts = parts_of(item.first_position, window);
-    if (parts.count == 1) {
-        plan.items.push_back(item);
-        return;
-    }
-    plan.has_parts = true;
-    item.num_parts = parts.count;
-    for (item.part = 0; item.part < parts.count; ++item.part) {
-        item.from = (parts.first + item.part) * kPart;
-        item.to = item.from + kPart;
-        item.partial = plan.num_partials;
-        plan.num_partials += heads * item.num_kv_heads;
-        plan.items.push_back(item);
-    }
-}
-
-// Whether all K and V heads of a single token go to one thread. They lie side by side in memory, so
-// that is faster, if there is enough to do for all threads.
-bool are_heads_together(const hr_step& step, int64_t window, const hr_op& op, int num_threads) {
-    if (op.num_heads > kMaxItemRows || op.head_dim % kBlockRows != 0) return false;
-    int64_t num_parts = 0;
-    for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence)
-        if (step.query_starts[sequence + 1] - step.query_starts[sequence] == 1)
-            num_parts += parts_of(step.context_lens[sequence] - 1, window).count;
-    return num_parts >= num_threads;
-}
-
-void plan_group(GroupPlan& plan, const hr_step& step, const hr_group& group, const hr_op& op,
-                int num_threads) {
-    const int64_t heads = op.num_heads / op.num_kv_heads;
-    const int64_t tokens_together = std::max<int64_t>(1, kMaxItemRows / heads);
-    const bool heads_together = are_heads_together(step, group.window, op, num_threads);
-    plan.token_slots.resize(step.num_tokens);
-    for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence) {
-        const int64_t first_row = step.query_starts[sequence];
-        const int64_t num_queries = step.query_starts[sequence + 1] - first_row;
-        const int64_t computed = step.context_lens[sequence] - num_queries;
-        for (int64_t i = 0; i < num_queries; ++i)
-            plan.token_slots[first_row + i] = group.slots[sequence][computed + i];
-        const int64_t num_chunks = divided_up(num_queries, tokens_together);
-        for (int64_t chunk = num_chunks - 1; chunk >= 0; --chunk) {  // the longest ones first
-            const int64_t start = chunk * tokens_together;
-            const int64_t num_tokens = std::min(tokens_together, num_queries - start);
-            const int64_t kv_heads = num_tokens == 1 && heads_together ? op.num_kv_heads : 1;
-            for (int64_t head = 0; head < op.num_kv_heads; head += kv_heads) {
-                const Item item = {sequence, head, kv_heads, first_row + start, computed + start,
-                                   num_tokens, 0, INT64_MAX, -1, 1, 0};
-                if (num_tokens == 1) {
-                    add_single(plan, item, group.window, heads);
-                } else {
-                    plan.items.push_back(item);
-                }
-            }
-        }
-    }
-}
-
-// As `cut_scratch` of attention.h takes it, with a cache line for the rounding of each piece.
-int64_t scratch_bytes(int64_t dim, int64_t kv_heads) {
-    const int64_t wide = rounded_up(dim, kBlockRows), rows = kMaxItemRows;
-    const int64_t tile = kv_heads * 64 * (dim + 1 + wide) * 2;
-    const int64_t bytes = tile + rows * dim * 2 + rows * 64 * 6 + 3 * rows * wide * 4 + 16 * rows;
-    return rounded_up(bytes + 12 * kCacheLine, 4096);
-}
 
 // Kept from step to step, so that a step allocates nothing once the sizes have been met.
 struct StepMemory {
@@ -132,11 +41,10 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
             scratch = std::max(scratch, product_scratch_bytes(op, work.step->num_tokens));
         if (op.kind != HR_ATTENTION) continue;
         widest = std::max<int64_t>(widest, op.head_dim);
-        scratch = std::max(scratch, scratch_bytes(op.head_dim, op.num_kv_heads));
+        scratch = std::max(scratch, scratch_layout(op.head_dim).bytes);
         GroupPlan& plan = memory.plans[op.group];
         if (!plan.token_slots.empty()) continue;
-        plan_group(plan, *work.step, work.step->groups[op.group], op,
-                   num_threads);
+        plan.make(*work.step, work.step->groups[op.group], op, num_threads);
         const bool is_alone = !plan.has_parts && work.step->num_tokens == work.step->num_sequences;
         memory.groups[op.group] = {plan.items.data(), (int64_t)plan.items.size(), plan.has_parts,
                                    is_alone, plan.token_slots.data()};
@@ -144,8 +52,8 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
     int64_t num_partials = 0;
     for (const GroupPlan& plan : memory.plans)
         num_partials = std::max(num_partials, plan.num_partials);
-    memory.partials.resize(num_partials * (rounded_up(widest, kBlockRows) + 2));
-    work.scratch_bytes = scratch;
+    memory.partials.resize(num_partials * partial_size(widest));
+    work.scratch_bytes = rounded_up(scratch, 4096);
     memory.scratch.resize(work.scratch_bytes * num_threads + kCacheLine);
     const auto address = (uintptr_t)memory.scratch.data();
     work.scratch = memory.scratch.data() + (rounded_up(address, kCacheLine) - address);

@@ -80,28 +80,6 @@ inline void rotate(const E* x, const float* norm, float eps, const float* angles
     }
 }
 
-// Head norms and rotary embedding of some heads of one token: queries in place; the new keys and
-// values go to the cache.
-template <typename E>
-inline void rotate_token(const hr_op& op, const hr_step& step, int64_t token, int64_t slot,
-                         int64_t kv_head, int64_t num_kv_heads) {
-    const int64_t dim = op.head_dim, heads = op.num_heads / op.num_kv_heads;
-    const int64_t cache_row = op.num_kv_heads * dim;
-    E* qkv = row_of<E>(step, op.input, token);
-    const float* angles = step.ropes[op.rope] + step.positions[token] * dim;
-    E* key = (E*)op.pages + slot * cache_row;
-    const auto rotate_heads = [&](int64_t first, int64_t count, E* out) {
-        for (int64_t head = first; head < first + count; ++head, out += dim)
-            rotate(qkv + head * dim, op.norm == nullptr ? nullptr : op.norm + head * dim, op.eps,
-                   angles, dim, out);
-    };
-    rotate_heads(kv_head * heads, num_kv_heads * heads, qkv + kv_head * heads * dim);
-    rotate_heads(op.num_heads + kv_head, num_kv_heads, key + kv_head * dim);
-    memcpy(key + step.block_size * cache_row + kv_head * dim,
-           qkv + (op.num_heads + op.num_kv_heads + kv_head) * dim,
-           num_kv_heads * dim * sizeof(E));
-}
-
 // One block's share of one row: `sums` are 32 floats.
 template <typename E>
 inline void finish_block(const hr_op& op, const hr_step& step, int64_t row, int64_t block,

@@ -79,6 +79,12 @@ inline Vec load(const f16* p) {
 inline void store(f16* p, Vec v) {  // to nearest even, from 65520 on to Inf
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
+inline Vec load(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline void store(int8_t* p, Vec v) {  // to nearest even, between -128 and 127
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+}
 inline float sum(Vec v) {
     const __m256 low = _mm512_castps512_ps256(v);
     const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
@@ -147,6 +153,15 @@ inline void store(bf16* p, Vec v) { _mm_storeu_si128((__m128i*)p, narrow(v)); }
 inline Vec load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline void store(f16* p, Vec v) {  // to nearest even, from 65520 on to Inf
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Vec load(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline void store(int8_t* p, Vec v) {  // to nearest even, between -128 and 127
+    const __m256i words = _mm256_cvtps_epi32(v);
+    const __m128i halves =
+        _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
 }
 inline float sum(Vec v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -5,46 +5,6 @@
 
 namespace {
 
-inline int64_t take(int32_t* counter) {
-    return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
-}
-
-// Each item turns its own queries and writes its own keys and values where it reads no others' new
-// ones; otherwise that is done, and waited for, first.
-inline void rotate_all(const Work& work, const hr_op& op, int thread, int num_threads) {
-    const Range tokens = share(work.step->num_tokens, thread, num_threads);
-    const int64_t* slots = work.groups[op.group].token_slots;
-    for (int64_t token = tokens.from; token < tokens.to; ++token)
-        rotate_token<bf16>(op, *work.step, token, slots[token], 0, op.num_kv_heads);
-    work.meet(work.barrier);
-}
-
-inline void run_attention(const Work& work, int64_t index, int thread, int num_threads) {
-    const hr_op& op = work.ops[index];
-    const GroupWork& group = work.groups[op.group];
-    const bool is_rotated = op.rope < 0;
-    if (!is_rotated && !group.is_alone) rotate_all(work, op, thread, num_threads);
-    const Scratch scratch = cut_scratch(work.scratch + thread * work.scratch_bytes, kMaxItemRows,
-                                        op.head_dim, op.num_kv_heads);
-    const int64_t row_size = padded_dim(op.head_dim) + 2, count = group.num_items;
-    int32_t* counters = work.counters + 2 * index;
-    for (int64_t i; (i = take(counters)) < count;) {
-        const Item& item = group.items[i];
-        if (!is_rotated && group.is_alone)
-            rotate_token<bf16>(op, *work.step, item.first_row, group.token_slots[item.first_row],
-                         item.kv_head, item.num_kv_heads);
-        float* partial = item.part < 0 ? nullptr : work.partials + item.partial * row_size;
-        attend(op, *work.step, item, partial, scratch);
-    }
-    if (!group.has_parts) return;
-    work.meet(work.barrier);
-    for (int64_t i; (i = take(counters + 1)) < count;) {
-        const Item& item = group.items[i];
-        if (item.part == 0)
-            join_items(op, *work.step, item, work.partials + item.partial * row_size, scratch);
-    }
-}
-
 // The input of a product, normalized if it asks for that.
 template <typename E>
 inline Rows<E> product_input(const Work& work, const hr_op& op, int thread, int num_threads) {
@@ -76,7 +36,7 @@ inline void run_op(const Work& work, int64_t index, int thread, int num_threads)
             return run_product(work, op, product_input<E>(work, op, thread, num_threads), thread,
                                num_threads);
         case HR_ATTENTION:
-            if constexpr (kFormat<E> == HR_BF16) run_attention(work, index, thread, num_threads);
+            return run_attention<E>(work, index, thread, num_threads);
     }
 }
 

@@ -1,13 +1,11 @@
-// What a step's threads share: the work list of attention, the slots of new tokens, scratch memory.
+// What a step's threads share: work lists, counters, scratch memory.
 #pragma once
 
 #include <stdint.h>
 
-#include "interface.h"
+#include "items.h"
 
 constexpr int64_t kBlockRows = 32;  // of a packed matrix
-constexpr int64_t kPart = 512;        // keys; absolute boundaries
-constexpr int64_t kMaxItemRows = 96;  // tokens x query heads
 // Up to this many elements every thread normalizes all rows for itself, which is cheaper than
 // meeting the others.
 constexpr int64_t kNormAlone = 1 << 16;
@@ -34,28 +32,6 @@ inline int64_t product_scratch_bytes(const hr_op& op, int64_t num_tokens) {
     const int64_t rows = num_tokens < kRowsTogether ? num_tokens : kRowsTogether;
     return kNormedBytes + (rows * op.num_inputs + 2 * kBlockRows * kTileInputs) * 4;
 }
-
-// Some tokens of one sequence, some K and V heads with their query heads, a range of keys.
-struct Item {
-    int64_t sequence;
-    int64_t kv_head;         // the first
-    int64_t num_kv_heads;
-    int64_t first_row;       // flat row of the first token
-    int64_t first_position;  // its position in the sequence
-    int64_t num_tokens;
-    int64_t from, to;        // keys
-    int64_t part;            // -1: all parts; else which of `num_parts` items of this token
-    int64_t num_parts;
-    int64_t partial;         // where its sums go, in rows of the partial sums
-};
-
-struct GroupWork {
-    const Item* items;
-    int64_t num_items;
-    bool has_parts;
-    bool is_alone;  // no item needs what another one writes: single tokens in one part
-    const int64_t* token_slots;  // [num_tokens]
-};
 
 struct Work {
     const hr_op* ops;

@@ -98,6 +98,40 @@ def product(
     return result
 
 
+def packed_pages(pages: torch.Tensor, block_size: int, num_kv_heads: int) -> torch.Tensor:
+    """A layer's pages in the layout of native attention.
+
+    `pages` [num_blocks * 2 * block_size, num_kv_heads * head_dim]: a row is a token's K or V.
+    """
+    head_dim = pages.shape[1] // num_kv_heads
+    width = 2 if pages.dtype is torch.bfloat16 else 1  # what lies side by side
+    whole = block_size // width * width
+    shape = (-1, 2, block_size, num_kv_heads, head_dim)
+    keys, values = pages.view(shape).transpose(2, 3).unbind(1)  # [blocks, heads, tokens, dims]
+    parts = [
+        keys.unflatten(3, (-1, width)).transpose(2, 3),
+        values[:, :, :whole].unflatten(2, (-1, width)).transpose(3, 4),
+        values[:, :, whole:],
+    ]
+    return torch.cat([part.flatten(2) for part in parts], dim=2).contiguous()
+
+
+def unpacked_pages(packed: torch.Tensor, block_size: int, num_kv_heads: int) -> torch.Tensor:
+    """Rows as `packed_pages` takes them. `packed`: of the same size, in any shape."""
+    blocks = packed.reshape(-1, num_kv_heads, 2, packed.shape[-1] // num_kv_heads * block_size)
+    width = 2 if packed.dtype is torch.bfloat16 else 1
+    whole = block_size // width * width
+    head_dim = blocks.shape[3] // block_size
+    keys, values = blocks.unbind(2)
+    pairs = values[:, :, : whole * head_dim].unflatten(2, (-1, head_dim, width))
+    rest = values[:, :, whole * head_dim :].unflatten(2, (-1, head_dim))
+    rows = (
+        keys.unflatten(2, (-1, block_size, width)).transpose(2, 3).flatten(3),
+        torch.cat((pairs.transpose(3, 4).flatten(2, 3), rest), dim=2),
+    )
+    return torch.stack(rows, 1).transpose(2, 3).reshape(-1, num_kv_heads * head_dim)
+
+
 def attention(
     kernels: NativeKernels,
     query: torch.Tensor,
@@ -108,7 +142,11 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of bf16 `query` [num_tokens, num_heads, head_dim] to what `pages` holds."""
+    """Attention of bf16 `query` [num_tokens, num_heads, head_dim] to what `pages` holds.
+
+    `pages` as `packed_pages` takes them.
+    """
+    pages = packed_pages(pages, block_size, num_kv_heads)
     num_tokens, num_heads, head_dim = query.shape
     flat = query.reshape(num_tokens, -1)
     out = torch.full_like(flat, torch.nan)

@@ -43,8 +43,6 @@ def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
     attention = config.attention
     if dtype not in FORMATS:
         return f"they do not compute in {dtype}"
-    if dtype is not torch.bfloat16:
-        return f"their attention computes in bfloat16, not {str(dtype).removeprefix('torch.')}"
     if config.activation not in _GATED_EPILOGUES:
         return f"they do not have the activation {config.activation}"
     if attention.head_dim % 2 or attention.num_heads % attention.num_kv_heads:
