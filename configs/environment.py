@@ -47,7 +47,7 @@ ALLOW_LONG_MAX_MODEL_LEN = Variable(
 CPU_KERNELS = Variable(
     "HEADRACE_CPU_KERNELS",
     "auto",
-    "kernels on CPUs: auto, reference (torch), avx2, avx512 or avx512bf16",
+    "kernels on CPUs: auto, reference (torch), avx2, avx512, avx512vnni, avx512bf16 or amx",
 )
 VARIABLES = (
     MULTIPROCESSING,

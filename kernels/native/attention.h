@@ -251,7 +251,7 @@ inline void add_tile(const hr_op& op, const hr_step& step, const Span& span, con
         for (int64_t row = head * rows; row < (head + 1) * rows; row += kMaxRows) {
             const int64_t rest = (head + 1) * rows - row;
             multiply_rows<2>((int)(rest < kMaxRows ? rest : kMaxRows), s.queries + row * dim, dim,
-                             s.keys + head * dim * kBlockRows, block_size(width), dim,
+                             s.keys + head * dim * kBlockRows, (width + 1) / 2 * 2 * kBlockRows, dim,
                              s.scores + row * kTile, kTile);
         }
     }

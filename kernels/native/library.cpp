@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "interface.h"
+#include "machine.h"
 #include "pool.h"
 #include "work.h"
 
@@ -15,7 +16,7 @@ constexpr int64_t kBlockRows = 32;
 constexpr int64_t kCacheLine = 64;
 constexpr int64_t kLookupTogether = 16;  // rows below which one thread looks them up
 
-int64_t block_size(int64_t num_inputs) { return (num_inputs + 1) / 2 * 2 * kBlockRows; }
+int64_t block_size(int64_t num_inputs) { return (num_inputs + 31) / 32 * 32 * kBlockRows; }
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -130,8 +131,10 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
     int64_t widest = 0, scratch = 0;
     for (int64_t i = 0; i < work.num_ops; ++i) {
         const hr_op& op = work.ops[i];
-        if (op.kind == HR_PRODUCT && op.norm != nullptr)
-            scratch = std::max(scratch, kNormAlone * (int64_t)sizeof(uint16_t));
+        if (op.kind == HR_PRODUCT) {
+            scratch = std::max(scratch, kNormAlone * (int64_t)sizeof(uint16_t) + kTileSumsBytes);
+            continue;
+        }
         if (op.kind != HR_ATTENTION) continue;
         widest = std::max<int64_t>(widest, op.head_dim);
         scratch = std::max(scratch, scratch_bytes(op.head_dim, op.num_kv_heads));
@@ -159,7 +162,7 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
 }  // namespace
 
 struct hr_pool {
-    explicit hr_pool(int num_threads) : threads(num_threads) {}
+    hr_pool(int num_threads, const int32_t* cpus) : threads(num_threads, cpus) {}
 
     ThreadPool threads;
     StepMemory memory;
@@ -168,6 +171,12 @@ struct hr_pool {
 namespace {
 
 using WorkFunction = void (*)(const Work&, int, int);
+
+#ifdef HR_WITHOUT_AMX
+constexpr WorkFunction kWorkAmx = nullptr;
+#else
+constexpr WorkFunction kWorkAmx = hr_work_amx;
+#endif
 
 struct Call {
     const Work* work;
@@ -271,22 +280,13 @@ int64_t hr_group_bytes(void) { return sizeof(hr_group); }
 int64_t hr_step_bytes(void) { return sizeof(hr_step); }
 int64_t hr_draw_row_bytes(void) { return sizeof(hr_draw_row); }
 
-int32_t hr_machine(void) {
-    __builtin_cpu_init();
-    int32_t found = 0;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return found;
-    found |= 1 << HR_AVX2;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-        return found;
-    found |= 1 << HR_AVX512;
-    if (__builtin_cpu_supports("avx512bf16")) found |= 1 << HR_AVX512_BF16;
-    return found;
-}
+int32_t hr_machine(void) { return usable_isas(); }
 
-hr_pool* hr_pool_new(int32_t num_threads, const int32_t*) {
+const char* hr_why_not(int32_t isa) { return why_not(isa); }
+
+hr_pool* hr_pool_new(int32_t num_threads, const int32_t* cpus) {
     try {
-        return new hr_pool(num_threads);
+        return new hr_pool(num_threads, cpus);
     } catch (...) {
         return nullptr;
     }
@@ -296,7 +296,7 @@ void hr_pool_free(hr_pool* pool) { delete pool; }
 
 int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step) {
     constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {
-        hr_work_avx2, hr_work_avx512, hr_work_avx512, hr_work_avx512_bf16, hr_work_avx512, nullptr,
+        hr_work_avx2, hr_work_avx512, hr_work_avx512_vnni, hr_work_avx512_bf16, kWorkAmx, nullptr,
     };
     try {
         Work work = {};

@@ -8,11 +8,13 @@ from headrace.kernels.native.interface import Lanes
 from headrace.kernels.native.kernels import NativeKernels
 
 _BLOCK_ROWS = 32
+_INPUTS_TOGETHER = 32  # that inputs are padded to
 
 
 def packed_shape(num_outputs: int, num_inputs: int) -> tuple[int, int, int, int]:
     """[blocks of 32 rows, pairs of inputs, 32 rows, 2]: rows and inputs are padded with zeros."""
-    return -(-num_outputs // _BLOCK_ROWS), -(-num_inputs // 2), _BLOCK_ROWS, 2
+    num_pairs = -(-num_inputs // _INPUTS_TOGETHER) * _INPUTS_TOGETHER // 2
+    return -(-num_outputs // _BLOCK_ROWS), num_pairs, _BLOCK_ROWS, 2
 
 
 @dataclass(frozen=True)

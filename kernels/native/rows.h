@@ -3,6 +3,9 @@
 
 #include "interface.h"
 #include "product.h"
+#if HR_HAS_AMX
+#include "product_amx.h"
+#endif
 
 namespace {
 
@@ -138,9 +141,19 @@ inline void multiply_and_finish(const hr_op& op, const hr_step& step, const Rows
 }
 
 // Every thread has its own rows of the weights, and no k is split. Rows of x come in groups that
-// the second-level cache holds.
-inline void run_product(const hr_op& op, const hr_step& step, const Rows& x, int thread,
-                        int num_threads) {
+// the second-level cache holds. `scratch`: kTileSumsBytes where tiles are used.
+inline void run_product(const hr_op& op, const hr_step& step, const Rows& x,
+                        [[maybe_unused]] char* scratch, int thread, int num_threads) {
+#if HR_HAS_AMX
+    if (are_tiles_used(step.num_tokens, op.num_inputs)) {
+        run_tile_product(x.data, x.stride, step.num_tokens, (const bf16*)op.weight, op.num_outputs,
+                         op.num_inputs, scratch, thread, num_threads,
+                         [&](int64_t row, int64_t block, const float* sums) {
+                             finish_block(op, step, row, block, sums);
+                         });
+        return;
+    }
+#endif
     constexpr int64_t kRowsInCache = 16 * kMaxRows;
     const int64_t num_blocks = (op.num_outputs + kBlockRows - 1) / kBlockRows;
     const Range blocks = share(num_blocks, thread, num_threads);

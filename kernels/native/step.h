@@ -73,8 +73,9 @@ inline void run_step(const Work& work, int thread, int num_threads) {
                          step.strides[op.output]);
                 break;
             case HR_PRODUCT:
-                run_product(op, step, product_input(work, op, thread, num_threads), thread,
-                            num_threads);
+                run_product(op, step, product_input(work, op, thread, num_threads),
+                            work.scratch + thread * work.scratch_bytes + kNormAlone * sizeof(bf16),
+                            thread, num_threads);
                 break;
             case HR_ATTENTION: run_attention(work, i, thread, num_threads); break;
         }

@@ -10,6 +10,11 @@ constexpr int64_t kMaxItemRows = 96;  // tokens x query heads
 // Up to this many elements every thread normalizes all rows for itself, which is cheaper than
 // meeting the others.
 constexpr int64_t kNormAlone = 1 << 16;
+// Rows of x that one pass of a product by tiles takes, and blocks of 32 outputs whose sums wait at
+// once: the scratch memory of one thread for it.
+constexpr int64_t kPassRows = 256;
+constexpr int64_t kGroupBlocks = 8;
+constexpr int64_t kTileSumsBytes = kPassRows * kGroupBlocks * 32 * 4;
 
 // Some tokens of one sequence, some K and V heads with their query heads, a range of keys.
 struct Item {
@@ -59,7 +64,9 @@ struct Draw {
 // Instruction-set versions of one thread's share of a step.
 extern "C" void hr_work_avx2(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_avx512_vnni(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512_bf16(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_amx(const Work& work, int thread, int num_threads);
 
 // Instruction-set versions of one thread's share of the rows to draw from.
 extern "C" void hr_draw_avx2(const Draw& draw, int thread, int num_threads);
