@@ -16,7 +16,7 @@ def build_library(folder: Path, define: str) -> Path:
     """Build the native library with one more preprocessor definition, as `setup.py` does else."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--force"]
     command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
-    flags = f"-D{define}"
+    flags = f"{os.environ.get('CXXFLAGS', '')} -D{define}"  # a sanitizer's come from outside
     environ = {**os.environ, "CFLAGS": flags, "CXXFLAGS": flags}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     built = folder / "lib" / "headrace" / "kernels" / "native" / LIBRARY.name

@@ -1,5 +1,6 @@
 """Products by tiles, bit for bit those of plain AVX-512: emulated, and on AMX where it is there."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from headrace.kernels.native import Epilogue, NativeKernels, load_kernels
 from headrace.kernels.native.interface import open_library
 from headrace.kernels.native.kernels import supported_isas
+from tests.kernels.conftest import build_library
 from tests.kernels.native_ops import available_isas, bits, pack, product
 from tests.kernels.test_native_products import ordered_product, random
 
@@ -155,3 +157,29 @@ def test_what_is_tiny(amx: Amx, plain: NativeKernels, inputs: int) -> None:
     assert (got == 0.0).any() and (got != 0.0).any()
     if torch.tensor(want).abs().min() >= 2.0**-126:
         np.testing.assert_array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa != "avx512bf16"])
+def test_the_padding_of_the_inputs_is_added(isa: str) -> None:
+    """Sums that flushing left at -0, and then zeros: what the last of 32 inputs are filled with."""
+    kernels = load_kernels(isa, 1)
+    assert kernels is not None
+    x, weight = torch.zeros(8, 66), torch.zeros(32, 66)
+    x[:, 0], weight[:, 0] = 2.0**-63, 2.0**-63
+    x[:, 32], weight[:, 32] = 2.0**-63, -1.5 * 2.0**-63
+    x[:, 64:], weight[:, 64:] = 2.0**-64, -(2.0**-64)
+    unpadded = product(kernels, x.bfloat16()[:, :64], pack(kernels, weight.bfloat16()[:, :64]))
+    assert (bits(unpadded) == bits(torch.tensor(-0.0))).all()
+    assert not bits(product(kernels, x.bfloat16(), pack(kernels, weight.bfloat16()))).any()
+
+
+@pytest.mark.slow
+def test_tiles_that_fault_are_not_used(tmp_path: Path) -> None:
+    """On a machine without tiles, a library that tries them unasked says so and lives on."""
+    if "amx" in available_isas():
+        pytest.skip("tiles do not fault here")
+    library = open_library(build_library(tmp_path, "HR_AMX_ASSUMED"))
+    before = [signal.getsignal(number) for number in (signal.SIGILL, signal.SIGSEGV)]
+    assert "amx" not in supported_isas(library)
+    assert library.hr_why_not(4) == b"a product of tiles raised a fault"
+    assert [signal.getsignal(number) for number in (signal.SIGILL, signal.SIGSEGV)] == before
