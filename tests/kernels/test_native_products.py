@@ -29,7 +29,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return loaded
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
 
