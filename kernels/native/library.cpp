@@ -333,7 +333,7 @@ void hr_lookup(hr_pool* pool, const void* packed, int32_t, int64_t num_inputs, c
                int64_t num_ids, float scale, int32_t, void* out) {
     Lookup lookup = {(const uint16_t*)packed, num_inputs, ids, num_ids, scale, (uint16_t*)out};
     if (num_ids < kLookupTogether) {
-        lookup_share(&lookup, 0, 1);
+        pool->threads.run_alone(lookup_share, &lookup);
     } else {
         pool->threads.run(lookup_share, &lookup);
     }

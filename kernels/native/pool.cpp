@@ -80,6 +80,13 @@ void ThreadPool::run(Function function, void* argument) {
     _mm_setcsr(before);
 }
 
+void ThreadPool::run_alone(Function function, void* argument) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | kFlushDenormals);
+    function(argument, 0, 1);
+    _mm_setcsr(before);
+}
+
 void ThreadPool::serve(int thread) {
     _mm_setcsr(_mm_getcsr() | kFlushDenormals);
     uint32_t seen = 0;

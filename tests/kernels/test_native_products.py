@@ -140,3 +140,10 @@ def test_packing(kernels: NativeKernels, is_gated: bool) -> None:
     assert torch.equal(matrix.lookup(ids), weight[ids])
     scaled = matrix.lookup(ids, 25.25)
     assert torch.equal(scaled, weight[ids] * 25.25)
+
+
+@pytest.mark.parametrize("count", (1, 40))  # the caller alone, and all threads
+def test_looked_up_denormals_are_zero(kernels: NativeKernels, count: int) -> None:
+    matrix = pack(kernels, torch.full((3, 5), 1e-39).bfloat16())
+    assert not matrix.lookup(torch.zeros(count, dtype=torch.int64), 2.0).any()
+    assert (torch.full((3,), 1e-39) * 2.0).all()  # the caller's own setting is as before

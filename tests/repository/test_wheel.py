@@ -94,7 +94,8 @@ def test_what_is_inside(dist: Path) -> None:
     assert not [name for name in names if "test" in name]
 
     (sdist,) = dist.glob("*.tar.gz")
-    inside = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
     sources = {f"kernels/native/{path.name}" for path in (ROOT / "kernels/native").glob("*.[ch]*")}
     assert sources | {"setup.py", "pyproject.toml", "LICENSE", "README.md"} <= inside
     assert not [name for name in inside if name.endswith(".so")]
