@@ -25,13 +25,13 @@ COMPILE_ARGS = [
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
 ]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 # One build has all instruction sets: a file each, and a choice at run time.
 ISA_ARGS = {
     "isa_avx2.cpp": AVX2,
     "isa_avx512.cpp": AVX512,
-    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
 }
 
 

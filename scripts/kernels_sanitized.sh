@@ -22,4 +22,4 @@ ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so)" \
     PYTHONPATH="$PWD/$copy/package" OMP_NUM_THREADS=1 \
     "$bin/pytest" -q -p no:cacheprovider tests/kernels/test_native_products.py \
     tests/kernels/test_native_attention.py tests/kernels/test_native_rows.py \
-    tests/workers/test_native_decoder.py "$@"
+    tests/kernels/test_native_quantized.py tests/workers/test_native_decoder.py "$@"

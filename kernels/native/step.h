@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "quantized.h"
 
 namespace {
 
@@ -61,6 +62,43 @@ inline Rows product_input(const Work& work, const hr_op& op, int thread, int num
     return {out, stride};
 }
 
+// Whether the operation finds its quantized input where the one before left it.
+inline bool has_quantized_input(const Work& work, int64_t index) {
+    return work.ops[index].is_input_kept && index > 0 && is_quantized(work.ops[index - 1].format);
+}
+
+// The input of a quantized product, normalized if it asks for that: made by every thread for
+// itself where that is cheaper than meeting the others.
+inline QuantizedRows quantized_input(const Work& work, int64_t index, int thread,
+                                     int num_threads) {
+    const hr_op& op = work.ops[index];
+    const hr_step& step = *work.step;
+    const int64_t stride = num_quantized_blocks(op.num_inputs);
+    const bool is_alone = step.num_tokens * op.num_inputs <= kQuantizeAlone;
+    char* own = work.scratch + thread * work.scratch_bytes;
+    QuantizedBlock* out = (QuantizedBlock*)(is_alone ? own + work.quantized_at : work.quantized);
+    if (has_quantized_input(work, index)) return {out, stride};
+    const Range rows = is_alone ? Range{0, step.num_tokens}
+                                : share(step.num_tokens, thread, num_threads);
+    for (int64_t row = rows.from; row < rows.to; ++row) {
+        const bf16* x = bf16_row(step, op.input, row);
+        if (op.norm != nullptr) {
+            normalize(x, op.norm, op.num_inputs, op.eps, false, (bf16*)own);
+            x = (const bf16*)own;
+        }
+        quantize_row(x, op.num_inputs, out + row * stride);
+    }
+    if (!is_alone) work.meet(work.barrier);
+    return {out, stride};
+}
+
+// Whether the next operation neither reads what this one writes nor writes what it reads.
+inline bool is_next_independent(const Work& work, int64_t index) {
+    const hr_op& next = work.ops[index + 1];
+    return next.kind == HR_PRODUCT && is_quantized(next.format) &&
+           has_quantized_input(work, index + 1);
+}
+
 inline void run_step(const Work& work, int thread, int num_threads) {
     const hr_step& step = *work.step;
     for (int64_t i = 0; i < work.num_ops; ++i) {
@@ -73,12 +111,17 @@ inline void run_step(const Work& work, int thread, int num_threads) {
                          step.strides[op.output]);
                 break;
             case HR_PRODUCT:
-                run_product(op, step, product_input(work, op, thread, num_threads), thread,
-                            num_threads);
+                if (is_quantized(op.format)) {
+                    run_quantized_product(op, step, quantized_input(work, i, thread, num_threads),
+                                          thread, num_threads);
+                } else {
+                    run_product(op, step, product_input(work, op, thread, num_threads), thread,
+                                num_threads);
+                }
                 break;
             case HR_ATTENTION: run_attention(work, i, thread, num_threads); break;
         }
-        if (i + 1 < work.num_ops) work.meet(work.barrier);
+        if (i + 1 < work.num_ops && !is_next_independent(work, i)) work.meet(work.barrier);
     }
 }
 

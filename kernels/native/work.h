@@ -11,6 +11,9 @@ constexpr int64_t kMaxItemRows = 96;  // tokens x query heads
 // meeting the others.
 constexpr int64_t kNormAlone = 1 << 16;
 
+// The same for quantizing rows, which every thread might do for itself.
+constexpr int64_t kQuantizeAlone = 1 << 14;
+
 // Some tokens of one sequence, some K and V heads with their query heads, a range of keys.
 struct Item {
     int64_t sequence;
@@ -41,6 +44,8 @@ struct Work {
     float* partials;
     char* scratch;
     int64_t scratch_bytes;  // per thread
+    int64_t quantized_at;   // in the scratch of a thread: rows that it quantized for itself
+    char* quantized;        // rows that all threads quantized together
     // Next free item of each operation, twice: computing and joining.
     int32_t* counters;  // [num_ops][2], used atomically
     void (*meet)(void* barrier);
