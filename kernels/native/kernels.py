@@ -48,30 +48,44 @@ class NativeKernels:
         if self._library.hr_run(self._pool, self._isa_number, ops, len(ops), ctypes.byref(step)):
             raise MemoryError("no memory for the work list of a step")
 
-    def pack(self, rows: torch.Tensor, packed: torch.Tensor, first_row: int, lanes: Lanes) -> None:
-        """Copy bf16 `rows` [num_rows, num_inputs] into a packed matrix."""
-        num_rows, num_inputs = rows.shape
-        self._library.hr_pack(
-            self._pool,
-            rows.data_ptr(),
-            Format.BF16,
-            num_rows,
-            num_inputs,
-            packed.data_ptr(),
-            Format.BF16,
-            first_row,
-            lanes,
-        )
+    def packed_bytes(self, format: Format, num_outputs: int, num_inputs: int) -> int | None:
+        """Of a packed matrix; None if the format cannot have rows of `num_inputs`."""
+        num_bytes: int = self._library.hr_packed_bytes(format, num_outputs, num_inputs)
+        return None if num_bytes < 0 else num_bytes
+
+    def pack(
+        self,
+        rows: int,
+        rows_format: Format,
+        shape: tuple[int, int],
+        packed: torch.Tensor,
+        format: Format,
+        first_row: int,
+        lanes: Lanes,
+    ) -> None:
+        """Put the rows at address `rows`, [num_rows, num_inputs] in all, into a packed matrix.
+
+        Raises ValueError if their format does not go with that of the matrix.
+        """
+        if self._library.hr_pack(
+            self._pool, rows, rows_format, *shape, packed.data_ptr(), format, first_row, lanes
+        ):
+            raise ValueError(f"a matrix of {format.name} cannot be made of {rows_format.name}")
 
     def lookup(
-        self, packed: torch.Tensor, num_inputs: int, row_ids: torch.Tensor, scale: float
+        self,
+        packed: torch.Tensor,
+        format: Format,
+        num_inputs: int,
+        row_ids: torch.Tensor,
+        scale: float,
     ) -> torch.Tensor:
         """Rows `row_ids` [num_ids] int64 of a packed matrix, times `scale`: bf16."""
         out = torch.empty(row_ids.shape[0], num_inputs, dtype=torch.bfloat16)
         self._library.hr_lookup(
             self._pool,
             packed.data_ptr(),
-            Format.BF16,
+            format,
             num_inputs,
             row_ids.data_ptr(),
             row_ids.shape[0],
