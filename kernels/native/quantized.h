@@ -23,6 +23,7 @@ namespace {
 constexpr int kVectors = 2;
 constexpr int kGroups = kChunkRows / (kVectors * HR_LANES);
 constexpr int kQuantizedRows = HR_LANES == 8 ? 2 : HR_HAS_VNNI ? 6 : 4;  // of x, together
+constexpr int kUnpackedRows = 2 * kQuantizedRows;  // for more, codes are unpacked in memory
 
 // Calls f(0) ... f(7) with numbers that are constants.
 template <typename Function>
@@ -45,7 +46,14 @@ inline Ints bits_moved(Ints a, int mask) {
     return bits_and(shifted_right<kShift >= 0 ? 0 : -kShift>(a), splat_byte(mask));
 }
 
-// What a chunk of a packed matrix gives: codes and scales of its lanes.
+// Where the lanes of a vector lie in lines of which every half of 16 rows has `half_bytes`.
+inline int64_t line_at(int group, int vector, int half_bytes) {
+    return HR_LANES == 16 ? vector * half_bytes : group * half_bytes + vector * 4 * HR_LANES;
+}
+
+inline int64_t lane_at(int group, int vector) { return (group * kVectors + vector) * HR_LANES; }
+
+// A chunk of a packed block: codes and scales of its lanes, unpacked in registers.
 template <int kFormat>
 struct PackedChunk {
     static constexpr QuantizedLayout kLayout = layout_of(kFormat);
@@ -55,11 +63,6 @@ struct PackedChunk {
     static PackedChunk at(const uint8_t* block, int64_t chunk) {
         return {block + kLayout.chunk_at(chunk), block + kLayout.header_at(chunk)};
     }
-
-    static int64_t line_at(int group, int vector, int half_bytes) {
-        return HR_LANES == 16 ? vector * half_bytes : group * half_bytes + vector * 4 * HR_LANES;
-    }
-    static int64_t lane_at(int group, int vector) { return (group * kVectors + vector) * HR_LANES; }
 
     // Of inputs 4 step ... 4 step + 3.
     template <int kStep>
@@ -92,6 +95,60 @@ struct PackedChunk {
         if constexpr (!kLayout.is_super) return load_halves(at + 2 * lane);
         return mul(load_halves(header + 2 * (kChunkRows + lane)), load_unsigned_bytes(at + lane));
     }
+};
+
+// Chunks of a block, unpacked once for many rows of x: bytes and floats.
+template <int kFormat>
+struct Panel {
+    static constexpr int kNumChunks = kSuperChunks;
+    static constexpr int kHalfBytes = kLineBytes * 8;
+    alignas(64) uint8_t codes[kNumChunks][2 * kHalfBytes];
+    alignas(64) float scales[kNumChunks][2][kChunkRows];
+    alignas(64) float minima[kNumChunks][kChunkRows];
+
+    // The chunks from `first` on, at most `count`.
+    void unpack(const uint8_t* block, int64_t first, int64_t count) {
+        for (int64_t n = 0; n < count; ++n) {
+            const auto chunk = PackedChunk<kFormat>::at(block, first + n);
+            for (int group = 0; group < kGroups; ++group)
+                for (int v = 0; v < kVectors; ++v) unpack(chunk, n, group, v);
+        }
+    }
+
+  private:
+    void unpack(const PackedChunk<kFormat>& chunk, int64_t n, int group, int v) {
+        constexpr QuantizedLayout kLayout = layout_of(kFormat);
+        each_step([&](auto step) __attribute__((always_inline)) {
+            constexpr int kStep = decltype(step)::value;
+            store_ints(codes[n] + line_at(group, v, kHalfBytes) + kStep * kLineBytes,
+                       chunk.template codes<kStep>(group, v));
+        });
+        for (int part = 0; part < kLayout.num_scales; ++part)
+            store(scales[n][part] + lane_at(group, v), chunk.scale(group, v, part));
+        if constexpr (kLayout.has_minimum)
+            store(minima[n] + lane_at(group, v), chunk.minimum(group, v));
+    }
+};
+
+template <int kFormat>
+struct PanelChunk {
+    static constexpr QuantizedLayout kLayout = layout_of(kFormat);
+    const Panel<kFormat>& panel;
+    int64_t n;
+
+    static PanelChunk at(const uint8_t* panel, int64_t chunk) {
+        return {*(const Panel<kFormat>*)panel, chunk};
+    }
+
+    template <int kStep>
+    Ints codes(int group, int vector) const {
+        return load_ints(panel.codes[n] + line_at(group, vector, Panel<kFormat>::kHalfBytes) +
+                         kStep * kLineBytes);
+    }
+    Vec scale(int group, int vector, int part) const {
+        return load(panel.scales[n][part] + lane_at(group, vector));
+    }
+    Vec minimum(int group, int vector) const { return load(panel.minima[n] + lane_at(group, vector)); }
 };
 
 inline int32_t word_of(const int8_t* codes) {
@@ -171,9 +228,9 @@ inline __attribute__((always_inline)) void add_chunk(const Chunk& chunk,
 }
 
 // Chunks `from` ... `to` - 1 of a block of 32 rows with R rows of x, whose blocks lie `x_stride`
-// apart: added to c [R][32].
+// apart: added to c [R][32]. A function of its own, for the sake of registers.
 template <typename Chunk, int R>
-inline void multiply_chunks(const QuantizedBlock* x, int64_t x_stride, const uint8_t* block,
+__attribute__((noinline)) void multiply_chunks(const QuantizedBlock* x, int64_t x_stride, const uint8_t* block,
                             int64_t from, int64_t to, float* c) {
     Vec sums[kGroups][R][kVectors];
     const auto each_sum = [&](auto f) __attribute__((always_inline)) {
@@ -197,20 +254,26 @@ inline void multiply_chunks(const QuantizedBlock* x, int64_t x_stride, const uin
     each_sum([](const Vec& sum, float* at) __attribute__((always_inline)) { store(at, sum); });
 }
 
+// As multiply_chunks, for any number of rows: c is [rows][32].
 template <typename Chunk>
-inline void multiply_some(int rows, const QuantizedBlock* x, int64_t x_stride, const uint8_t* block,
-                          int64_t from, int64_t to, float* c) {
-    switch (rows) {
-        case 1: return multiply_chunks<Chunk, 1>(x, x_stride, block, from, to, c);
-        case 2: return multiply_chunks<Chunk, 2>(x, x_stride, block, from, to, c);
+inline void multiply_all(const QuantizedBlock* x, int64_t x_stride, int64_t num_rows,
+                         const uint8_t* block, int64_t from, int64_t to, float* c) {
+    for (int64_t row = 0; row < num_rows; row += kQuantizedRows) {
+        const QuantizedBlock* some = x + row * x_stride;
+        float* sums = c + row * kChunkRows;
+        switch (num_rows - row) {
+            case 1: multiply_chunks<Chunk, 1>(some, x_stride, block, from, to, sums); break;
 #if HR_LANES == 16
-        case 3: return multiply_chunks<Chunk, 3>(x, x_stride, block, from, to, c);
-        case 4: return multiply_chunks<Chunk, 4>(x, x_stride, block, from, to, c);
+            case 2: multiply_chunks<Chunk, 2>(some, x_stride, block, from, to, sums); break;
+            case 3: multiply_chunks<Chunk, 3>(some, x_stride, block, from, to, sums); break;
 #if HR_HAS_VNNI
-        case 5: return multiply_chunks<Chunk, 5>(x, x_stride, block, from, to, c);
-        case 6: return multiply_chunks<Chunk, 6>(x, x_stride, block, from, to, c);
+            case 4: multiply_chunks<Chunk, 4>(some, x_stride, block, from, to, sums); break;
+            case 5: multiply_chunks<Chunk, 5>(some, x_stride, block, from, to, sums); break;
 #endif
 #endif
+            default:
+                multiply_chunks<Chunk, kQuantizedRows>(some, x_stride, block, from, to, sums);
+        }
     }
 }
 
@@ -220,32 +283,56 @@ struct QuantizedRows {
     int64_t stride;  // blocks
 };
 
+// One block of 32 outputs for `num_rows` rows: c is [num_rows][32].
+template <int kFormat>
+inline void multiply_block(const uint8_t* block, const QuantizedBlock* x, int64_t x_stride,
+                           int64_t num_rows, int64_t num_inputs, float* c) {
+    constexpr QuantizedLayout kLayout = layout_of(kFormat);
+    constexpr int64_t kPanel = Panel<kFormat>::kNumChunks;
+    const int64_t num_chunks = num_quantized_blocks(num_inputs);
+    memset(c, 0, num_rows * kChunkRows * sizeof(float));
+    if (num_rows <= kUnpackedRows) {
+        multiply_all<PackedChunk<kFormat>>(x, x_stride, num_rows, block, 0, num_chunks, c);
+    } else {
+        Panel<kFormat> panel;
+        for (int64_t from = 0; from < num_chunks; from += kPanel) {
+            const int64_t count = num_chunks - from < kPanel ? num_chunks - from : kPanel;
+            if constexpr (kLayout.code_bits == 8) {  // as they are used
+                multiply_all<PackedChunk<kFormat>>(x, x_stride, num_rows, block, from,
+                                                   from + count, c);
+            } else {
+                panel.unpack(block, from, count);
+                multiply_all<PanelChunk<kFormat>>(x + from, x_stride, num_rows,
+                                                  (const uint8_t*)&panel, 0, count, c);
+            }
+        }
+    }
+    if constexpr (kFormat == HR_INT8) {
+        const float* scales = (const float*)(block + kLayout.row_scales_at(num_inputs));
+        for (int64_t i = 0; i < num_rows * kChunkRows; i += HR_LANES)
+            store(c + i, mul(load(c + i), load(scales + i % kChunkRows)));
+    }
+}
+
+// Every thread has its own rows of the weights. Rows of x come in groups that the second-level
+// cache holds.
 template <int kFormat>
 inline void run_quantized_product(const hr_op& op, const hr_step& step, const QuantizedRows& x,
                                   int thread, int num_threads) {
-    using Chunk = PackedChunk<kFormat>;
-    constexpr QuantizedLayout kLayout = Chunk::kLayout;
+    constexpr int64_t kRowsInCache = 96;
     const int64_t num_blocks = (op.num_outputs + kChunkRows - 1) / kChunkRows;
-    const int64_t num_chunks = num_quantized_blocks(op.num_inputs);
+    const int64_t block_bytes = layout_of(kFormat).block_bytes(op.num_inputs);
     const Range blocks = share(num_blocks, thread, num_threads);
-    alignas(64) float c[kQuantizedRows * kChunkRows];
-    for (int64_t n = blocks.from; n < blocks.to; ++n) {
-        const uint8_t* block = (const uint8_t*)op.weight + n * kLayout.block_bytes(op.num_inputs);
-        for (int64_t row = 0; row < step.num_tokens; row += kQuantizedRows) {
-            const int64_t rest = step.num_tokens - row;
-            const int rows = rest < kQuantizedRows ? (int)rest : kQuantizedRows;
-            memset(c, 0, sizeof c);
-            multiply_some<Chunk>(rows, x.data + row * x.stride, x.stride, block, 0, num_chunks, c);
-            for (int r = 0; r < rows; ++r) {
-                float* sums = c + r * kChunkRows;
-                if constexpr (kFormat == HR_INT8) {
-                    const float* scales =
-                        (const float*)(block + kLayout.row_scales_at(op.num_inputs));
-                    for (int lane = 0; lane < kChunkRows; lane += HR_LANES)
-                        store(sums + lane, mul(load(sums + lane), load(scales + lane)));
-                }
-                finish_block(op, step, row + r, n, sums);
-            }
+    alignas(64) float c[kRowsInCache * kChunkRows];
+    for (int64_t first = 0; first < step.num_tokens; first += kRowsInCache) {
+        const int64_t rest = step.num_tokens - first;
+        const int64_t num_rows = rest < kRowsInCache ? rest : kRowsInCache;
+        for (int64_t n = blocks.from; n < blocks.to; ++n) {
+            multiply_block<kFormat>((const uint8_t*)op.weight + n * block_bytes,
+                                    x.data + first * x.stride, x.stride, num_rows, op.num_inputs,
+                                    c);
+            for (int64_t row = 0; row < num_rows; ++row)
+                finish_block(op, step, first + row, n, c + row * kChunkRows);
         }
     }
 }
