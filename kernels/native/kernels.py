@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from headrace.configs.errors import ConfigurationError
@@ -16,6 +17,10 @@ logger = logging.getLogger(__name__)
 # Instruction sets by the number that the library knows them by, worst first.
 _ISAS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512bf16": 3})
 _HAS_AMX = 1 << 4
+# Formats of rows, and of float matrices.
+FORMATS: Mapping[torch.dtype, Format] = MappingProxyType(
+    {torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float32: Format.F32}
+)
 CHOICES = ("auto", "reference", *_ISAS)
 
 # Changes with any change of what the kernels compute, bit by bit.
@@ -48,29 +53,62 @@ class NativeKernels:
         if self._library.hr_run(self._pool, self._isa_number, ops, len(ops), ctypes.byref(step)):
             raise MemoryError("no memory for the work list of a step")
 
-    def packed_bytes(self, format: Format, num_outputs: int, num_inputs: int) -> int | None:
-        """Of a packed matrix; None if the format cannot have rows of `num_inputs`."""
+    def packed_bytes(self, format: Format, num_outputs: int, num_inputs: int) -> int:
+        """Of a packed matrix. Raises ValueError for a format that cannot have such rows."""
         num_bytes: int = self._library.hr_packed_bytes(format, num_outputs, num_inputs)
-        return None if num_bytes < 0 else num_bytes
+        if num_bytes < 0:
+            raise ValueError(f"rows of {num_inputs} inputs cannot be packed as {format.name}")
+        return num_bytes
 
     def pack(
         self,
-        rows: int,
-        rows_format: Format,
-        shape: tuple[int, int],
+        rows: torch.Tensor,
         packed: torch.Tensor,
         format: Format,
         first_row: int,
         lanes: Lanes,
     ) -> None:
-        """Put the rows at address `rows`, [num_rows, num_inputs] in all, into a packed matrix.
+        """Copy float `rows` [num_rows, num_inputs], rounded if need be, into a packed matrix.
 
-        Raises ValueError if their format does not go with that of the matrix.
+        Raises ValueError where the one cannot be made of the other.
         """
+        num_rows, num_inputs = rows.shape
         if self._library.hr_pack(
-            self._pool, rows, rows_format, *shape, packed.data_ptr(), format, first_row, lanes
+            self._pool,
+            rows.data_ptr(),
+            FORMATS[rows.dtype],
+            num_rows,
+            num_inputs,
+            packed.data_ptr(),
+            format,
+            first_row,
+            lanes,
         ):
-            raise ValueError(f"a matrix of {format.name} cannot be made of {rows_format.name}")
+            raise ValueError(f"{rows.dtype} rows cannot be packed as {format.name}")
+
+    def pack_blocks(
+        self,
+        rows: np.ndarray,
+        packed: torch.Tensor,
+        format: Format,
+        num_inputs: int,
+        first_row: int,
+        lanes: Lanes,
+    ) -> None:
+        """Copy rows of a GGUF file, uint8 [num_rows, bytes of a row], into a matrix of `format`."""
+        rows = np.ascontiguousarray(rows)
+        status = self._library.hr_pack(
+            self._pool,
+            rows.ctypes.data,
+            format,
+            rows.shape[0],
+            num_inputs,
+            packed.data_ptr(),
+            format,
+            first_row,
+            lanes,
+        )
+        assert status == 0, (format, num_inputs)
 
     def lookup(
         self,
@@ -79,10 +117,14 @@ class NativeKernels:
         num_inputs: int,
         row_ids: torch.Tensor,
         scale: float,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Rows `row_ids` [num_ids] int64 of a packed matrix, times `scale`: bf16."""
-        out = torch.empty(row_ids.shape[0], num_inputs, dtype=torch.bfloat16)
-        self._library.hr_lookup(
+        """Rows `row_ids` [num_ids] int64 of a packed matrix, times `scale`: [num_ids, num_inputs].
+
+        Of `dtype`: bfloat16, float16 or float32. Raises ValueError for a format without lookups.
+        """
+        out = torch.empty(row_ids.shape[0], num_inputs, dtype=dtype)
+        if self._library.hr_lookup(
             self._pool,
             packed.data_ptr(),
             format,
@@ -90,9 +132,10 @@ class NativeKernels:
             row_ids.data_ptr(),
             row_ids.shape[0],
             scale,
-            Format.BF16,
+            FORMATS[dtype],
             out.data_ptr(),
-        )
+        ):
+            raise ValueError(f"rows of {format.name} matrices cannot be looked up")
         return out
 
     def draw(self, scores: torch.Tensor, rows: "ctypes.Array[DrawRow]") -> list[int]:

@@ -99,11 +99,12 @@ inline void finish_block(const hr_op& op, const hr_step& step, int64_t row, int6
         Vec value = load(sums + lane);
         if (op.bias != nullptr) value = add(value, load_some((const bf16*)op.bias + n, rest));
         if (op.epilogue == HR_STORE_F32) {
-            float* out = (float*)step.buffers[op.output] + row * step.strides[op.output];
+            float* out = (float*)step.buffers[op.output] + row * step.strides[op.output] +
+                         op.output_column;
             store_some(out + n, value, rest);
             continue;
         }
-        bf16* out = bf16_row(step, op.output, row) + n;
+        bf16* out = bf16_row(step, op.output, row) + op.output_column + n;
         if (is_gated) {
             Vec up = load(sums + width + lane);
             if (op.bias != nullptr) up = add(up, load_some((const bf16*)op.bias + num_outputs + n, rest));

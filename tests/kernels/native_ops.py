@@ -7,6 +7,7 @@ import torch
 
 from headrace.kernels.attention import SequenceSlots
 from headrace.kernels.native import (
+    FORMATS,
     Epilogue,
     Kind,
     NativeKernels,
@@ -14,7 +15,6 @@ from headrace.kernels.native import (
     Op,
     PackedMatrix,
     Step,
-    packed_shape,
 )
 from headrace.kernels.native.interface import Group, open_library
 from headrace.kernels.native.kernels import supported_isas
@@ -31,9 +31,10 @@ def available_isas() -> tuple[str, ...]:
 
 
 def pack(kernels: NativeKernels, weight: torch.Tensor, is_gated: bool = False) -> PackedMatrix:
-    shape = packed_shape(*weight.shape)
-    data = torch.zeros(shape, dtype=torch.bfloat16)
-    matrix = PackedMatrix(data, weight.shape[0], weight.shape[1], kernels, is_gated)
+    """In the format of `weight`."""
+    format = FORMATS[weight.dtype]
+    data = torch.zeros(kernels.packed_bytes(format, *weight.shape), dtype=torch.uint8)
+    matrix = PackedMatrix(data, format, weight.shape[0], weight.shape[1], kernels, is_gated)
     half = weight.shape[0] // 2 if is_gated else weight.shape[0]
     for start in range(0, weight.shape[0], half):
         matrix.fill(weight[start : start + half], start)

@@ -137,6 +137,6 @@ def test_packing(kernels: NativeKernels, is_gated: bool) -> None:
     weight[41:71] = random(30, 65, seed=1)
     assert torch.equal(matrix.unpacked(), weight)
     ids = torch.tensor([0, 99, 31, 32, 99] * 5)
-    assert torch.equal(matrix.lookup(ids), weight[ids])
-    scaled = matrix.lookup(ids, 25.25)
+    assert torch.equal(matrix.lookup(ids, torch.bfloat16), weight[ids])
+    scaled = matrix.lookup(ids, torch.bfloat16, 25.25)
     assert torch.equal(scaled, weight[ids] * 25.25)

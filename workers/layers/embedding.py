@@ -25,6 +25,7 @@ class Embedding(nn.Module):
         self.parts = {"embed_tokens": vocab_size}  # as of a `PackedLinear`, for the head
         self.scale = float(torch.tensor(scale, dtype=dtype))
         self.weight = empty_parameter(vocab_size, size, dtype=dtype)
+        self.dtype = dtype
         self.packed: tuple[PackedMatrix, ...] = ()  # one at most
 
     def pack(self, matrix: PackedMatrix) -> None:
@@ -35,7 +36,7 @@ class Embedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, size]"""
         if self.packed:
-            return self.packed[0].lookup(token_ids, self.scale)
+            return self.packed[0].lookup(token_ids, self.dtype, self.scale)
         rows = functional.embedding(token_ids, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 

@@ -1,7 +1,6 @@
 """A decoder whose steps run as one native call: a list of operations made from its modules."""
 
 import ctypes
-import math
 import mmap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ import torch
 
 from headrace.kernels.native import (
     BLOCK_FORMATS,
+    FORMATS,
     Epilogue,
     Format,
     Kind,
@@ -21,7 +21,6 @@ from headrace.kernels.native import (
     Op,
     PackedMatrix,
     Step,
-    packed_shape,
 )
 from headrace.kernels.native.interface import MAX_ROPES, Group
 from headrace.workers.kv_cache import KVCache
@@ -123,7 +122,7 @@ class NativeDecoder(Decoder):
             name
             for packing in self._packings
             for name, format in packing.formats.items()
-            if format is not Format.BF16
+            if format is not FORMATS[self.dtype]
         )
 
     @property
@@ -150,13 +149,9 @@ class NativeDecoder(Decoder):
             num_inputs = packing.module.weight.shape[1]
             matrices = []
             for format, num_rows in packing.matrices:
-                data = next(memory)
-                if format is Format.BF16:
-                    shape = packed_shape(num_rows, num_inputs)
-                    data = data.view(torch.bfloat16)[: math.prod(shape)].view(shape)
-                matrices.append(
-                    PackedMatrix(data, num_rows, num_inputs, self.kernels, packing.is_gated, format)
-                )
+                shape = (num_rows, num_inputs)
+                is_gated = packing.is_gated
+                matrices.append(PackedMatrix(next(memory), format, *shape, self.kernels, is_gated))
             packing.module.pack(*matrices)
         super().allocate(max_model_len)
 
@@ -227,21 +222,15 @@ class NativeDecoder(Decoder):
     def _plan_packing(
         self, prefix: str, module: PackedLinear | Embedding, is_gated: bool
     ) -> _Packing:
-        """The formats that are wanted, if the kernels have them for such rows; else bf16.
-
-        Parts must all be quantized, if one is, and gate and up, whose rows are mixed, alike.
-        """
-        num_inputs = module.weight.shape[1]
+        """The formats that are wanted, but for gate and up, whose rows are mixed, only one."""
         names = [f"{prefix}{part}.weight" for part in module.parts]
-        formats = [self.formats.wanted(name) or Format.BF16 for name in names]
-        is_possible = all(self.kernels.packed_bytes(f, 1, num_inputs) for f in formats)
-        if not is_possible or Format.BF16 in formats or (is_gated and len(set(formats)) > 1):
-            formats = [Format.BF16] * len(names)
+        formats = [self.formats.wanted(name) or FORMATS[self.dtype] for name in names]
+        if is_gated and len(set(formats)) > 1:
+            formats = [FORMATS[self.dtype]] * len(names)
         return _Packing(module, dict(zip(names, formats, strict=True)), is_gated)
 
     def _matrix_bytes(self, module: PackedLinear | Embedding, format: Format, num_rows: int) -> int:
         num_bytes = self.kernels.packed_bytes(format, num_rows, module.weight.shape[1])
-        assert num_bytes is not None
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def _plan_layers(self, kv_cache: KVCache) -> list[Op]:
