@@ -18,30 +18,30 @@ SIZES = {
     "head_dim": 64,
     "max_position_embeddings": 256,
 }
-_STD = 0.08  # of the weights, about
-# Byte offsets of the fp16 scale and minimum of a block, and the values that lead to `_STD`.
+# Byte offsets of the fp16 scale and minimum of a block, and the values that lead to weights with a
+# standard deviation of about 1.
 _SCALES: Mapping[str, tuple[tuple[int, float], ...]] = {
-    "Q8_0": ((0, _STD / 74),),
-    "Q4_0": ((0, _STD / 4.6),),
-    "Q4_1": ((0, _STD / 4.6), (2, -7.5 * _STD / 4.6)),
-    "Q5_0": ((0, _STD / 9.2),),
-    "Q5_1": ((0, _STD / 9.2), (2, -15.5 * _STD / 9.2)),
-    "Q4_K": ((0, _STD / 250), (2, 7.5 * _STD / 250)),
-    "Q5_K": ((0, _STD / 500), (2, 15.5 * _STD / 500)),
-    "Q6_K": ((208, _STD / 1350),),
+    "Q8_0": ((0, 1 / 74),),
+    "Q4_0": ((0, 1 / 4.6),),
+    "Q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
+    "Q5_0": ((0, 1 / 9.2),),
+    "Q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
+    "Q4_K": ((0, 1 / 250), (2, 7.5 / 250)),
+    "Q5_K": ((0, 1 / 500), (2, 15.5 / 500)),
+    "Q6_K": ((208, 1 / 1350),),
 }
 BLOCK_TYPES = tuple(_SCALES)
 
 
-def random_rows(type_name: str, num_rows: int, num_inputs: int, rng: Any) -> np.ndarray:
+def random_rows(type_name: str, num_rows: int, num_inputs: int, std: float, rng: Any) -> np.ndarray:
     """Rows of a matrix in a type of GGUF: numbers, or uint8 [num_rows, bytes of a row]."""
     if type_name not in _SCALES:
         dtype = {"F32": np.float32, "F16": np.float16}[type_name]
-        return rng.normal(0, _STD, (num_rows, num_inputs)).astype(dtype)
+        return rng.normal(0, std, (num_rows, num_inputs)).astype(dtype)
     size, num_bytes = BLOCK_SIZES[type_name]
     raw = rng.integers(0, 256, (num_rows, num_inputs // size, num_bytes), np.uint8)
     for offset, value in _SCALES[type_name]:
-        scales = (value * rng.uniform(0.7, 1.3, raw.shape[:2])).astype(np.float16)
+        scales = (std * value * rng.uniform(0.7, 1.3, raw.shape[:2])).astype(np.float16)
         raw[:, :, offset : offset + 2] = scales[:, :, None].view(np.uint8)
     return raw.reshape(num_rows, -1)
 
@@ -52,13 +52,14 @@ def write_llama(
     embedding: str = "Q8_0",
     head: str | None = None,
     sizes: Mapping[str, int] = SIZES,
+    std: float = 0.08,
 ) -> Path:
     """A Llama with random weights, the same at every call.
 
     `layer_types`: per layer the type of each matrix by its GGUF name without "blk.N." and
     ".weight"; "": of all others. `head` None: tied to the embedding.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(2)
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
         "context_length": sizes["max_position_embeddings"],
@@ -75,7 +76,7 @@ def write_llama(
     writer.add_uint32("tokenizer.ggml.eos_token_id", 1)
 
     def add_matrix(name: str, type_name: str, num_rows: int, num_inputs: int) -> None:
-        rows = random_rows(type_name, num_rows, num_inputs, rng)
+        rows = random_rows(type_name, num_rows, num_inputs, std, rng)
         is_block = type_name in _SCALES
         raw_dtype = gguf.GGMLQuantizationType[type_name] if is_block else None
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=raw_dtype)
