@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
 
     sockets = SocketThread(args.socket, args.epoch)
     try:
+        from headrace.configs.garbage import settle_garbage_collector
         from headrace.engine_core.startup import start_server
         from headrace.executors.uniproc import preload
 
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> int:
         server = start_server(sockets, PROCESS_ENTRY, imported=time.time())
         if server is None:
             return 1
+        settle_garbage_collector()
         server.run()
     finally:
         sockets.close()

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.frontend.admission import RenderedPrompt
+from headrace.frontend.completion_view import CompletionView
 from headrace.frontend.http.call import Call
 from headrace.frontend.http.logprobs import LogprobFormat, Scores
 from headrace.frontend.http.protocol import GenerationBody, StreamOptions
@@ -38,7 +39,10 @@ class UsageCounter:
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Count an output."""
         for choice in output.outputs:
-            self._num_generated += len(choice.token_ids)
+            if isinstance(choice, CompletionView):
+                self._num_generated += choice.num_tokens
+            else:
+                self._num_generated += len(choice.token_ids)
         if output.num_cached_tokens is not None:
             self._num_cached[prompt_index] = output.num_cached_tokens
 
