@@ -136,8 +136,7 @@ Header read_header(int32_t format, const uint8_t* raw) {
 // A chunk's bytes of one row, in the planes of quantized_layout.h.
 template <int kCodeBits>
 void write_codes(const QuantizedLayout& layout, const uint8_t* codes, int64_t row, uint8_t* chunk) {
-    const int64_t half = row / kHalfRows, lane = row % kHalfRows * 4;
-    uint8_t* low = chunk + half * layout.low_bytes() + lane;
+    uint8_t* low = chunk + 4 * row;
     if (kCodeBits == 8) {
         for (int j = 0; j < 8; ++j) std::memcpy(low + j * kLineBytes, codes + 4 * j, 4);
         return;
@@ -145,7 +144,7 @@ void write_codes(const QuantizedLayout& layout, const uint8_t* codes, int64_t ro
     uint8_t bytes[16];
     for (int k = 0; k < 16; ++k) bytes[k] = (codes[k] & 15) | codes[16 + k] << 4;
     for (int j = 0; j < 4; ++j) std::memcpy(low + j * kLineBytes, bytes + 4 * j, 4);
-    uint8_t* high = chunk + layout.high_at() + half * layout.high_bytes() + lane;
+    uint8_t* high = chunk + layout.high_at() + 4 * row;
     if (kCodeBits == 5) {
         uint8_t bits[4] = {};
         for (int k = 0; k < 32; ++k) bits[k % 4] |= codes[k] >> 4 << k / 4;
@@ -158,8 +157,7 @@ void write_codes(const QuantizedLayout& layout, const uint8_t* codes, int64_t ro
 }
 
 void read_codes(const QuantizedLayout& layout, const uint8_t* chunk, int64_t row, uint8_t* codes) {
-    const int64_t half = row / kHalfRows, lane = row % kHalfRows * 4;
-    const uint8_t* low = chunk + half * layout.low_bytes() + lane;
+    const uint8_t* low = chunk + 4 * row;
     if (layout.code_bits == 8) {
         for (int j = 0; j < 8; ++j) std::memcpy(codes + 4 * j, low + j * kLineBytes, 4);
         return;
@@ -167,7 +165,7 @@ void read_codes(const QuantizedLayout& layout, const uint8_t* chunk, int64_t row
     uint8_t bytes[16];
     for (int j = 0; j < 4; ++j) std::memcpy(bytes + 4 * j, low + j * kLineBytes, 4);
     codes_of_16(bytes, codes);
-    const uint8_t* high = chunk + layout.high_at() + half * layout.high_bytes() + lane;
+    const uint8_t* high = chunk + layout.high_at() + 4 * row;
     if (layout.code_bits == 5) {
         for (int k = 0; k < 32; ++k) codes[k] |= (high[k % 4] >> k / 4 & 1) << 4;
     } else if (layout.code_bits == 6) {

@@ -23,6 +23,12 @@ namespace {
 constexpr int kVectors = 2;
 constexpr int kGroups = kChunkRows / (kVectors * HR_LANES);
 constexpr int kQuantizedRows = HR_LANES == 8 ? 2 : HR_HAS_VNNI ? 6 : 4;  // of x, together
+constexpr int kPanelChunks = 8;
+constexpr int kCacheLine = 64;
+#ifndef AHEAD
+#define AHEAD 4096
+#endif
+constexpr int kAhead = AHEAD;  // bytes
 constexpr int kUnpackedRows = 2 * kQuantizedRows;  // for more, codes are unpacked in memory
 
 // Calls f(0) ... f(7) with numbers that are constants.
@@ -46,11 +52,6 @@ inline Ints bits_moved(Ints a, int mask) {
     return bits_and(shifted_right<kShift >= 0 ? 0 : -kShift>(a), splat_byte(mask));
 }
 
-// Where the lanes of a vector lie in lines of which every half of 16 rows has `half_bytes`.
-inline int64_t line_at(int group, int vector, int half_bytes) {
-    return HR_LANES == 16 ? vector * half_bytes : group * half_bytes + vector * 4 * HR_LANES;
-}
-
 inline int64_t lane_at(int group, int vector) { return (group * kVectors + vector) * HR_LANES; }
 
 // A chunk of a packed block: codes and scales of its lanes, unpacked in registers.
@@ -67,17 +68,25 @@ struct PackedChunk {
     // Of inputs 4 step ... 4 step + 3.
     template <int kStep>
     Ints codes(int group, int vector) const {
-        const uint8_t* low = data + line_at(group, vector, kLayout.low_bytes());
+        const uint8_t* low = data + 4 * lane_at(group, vector);
         if constexpr (kLayout.code_bits == 8) return load_ints(low + kStep * kLineBytes);
         const Ints line = load_ints(low + kStep % 4 * kLineBytes);
         const Ints lower = bits_moved<kStep < 4 ? 0 : -4>(line, 15);
         if constexpr (kLayout.code_bits == 4) return lower;
-        const uint8_t* high =
-            data + kLayout.high_at() + line_at(group, vector, kLayout.high_bytes());
+        const uint8_t* high = low + kLayout.high_at();
         if constexpr (kLayout.code_bits == 5)
             return bits_or(lower, bits_moved<4 - kStep>(load_ints(high), 16));
         const Ints pairs = load_ints(high + kStep / 4 * kLineBytes);
         return bits_or(lower, bits_moved<4 - kStep % 4 * 2>(pairs, 48));
+    }
+
+    // One of 8 parts of what will be needed soon.
+    template <int kStep>
+    void fetch() const {
+        constexpr int kLines = (kLayout.chunk_bytes() + kCacheLine - 1) / kCacheLine;
+#pragma GCC unroll 16
+        for (int i = kLines * kStep / 8; i < kLines * (kStep + 1) / 8; ++i)
+            prefetch(data + kAhead + i * kCacheLine);
     }
 
     Vec scale(int group, int vector, int part) const {
@@ -100,13 +109,13 @@ struct PackedChunk {
 // Chunks of a block, unpacked once for many rows of x: bytes and floats.
 template <int kFormat>
 struct Panel {
-    static constexpr int kNumChunks = kSuperChunks;
-    static constexpr int kHalfBytes = kLineBytes * 8;
-    alignas(64) uint8_t codes[kNumChunks][2 * kHalfBytes];
-    alignas(64) float scales[kNumChunks][2][kChunkRows];
-    alignas(64) float minima[kNumChunks][kChunkRows];
+    static constexpr QuantizedLayout kLayout = layout_of(kFormat);
+    alignas(64) uint8_t codes[kPanelChunks][8 * kLineBytes];
+    alignas(64) float scales[kPanelChunks][2][kChunkRows];
+    alignas(64) float minima[kPanelChunks][kChunkRows];
+    const uint8_t* ahead;  // what to fetch meanwhile: so many cache lines with every chunk
+    int64_t ahead_lines;
 
-    // The chunks from `first` on, at most `count`.
     void unpack(const uint8_t* block, int64_t first, int64_t count) {
         for (int64_t n = 0; n < count; ++n) {
             const auto chunk = PackedChunk<kFormat>::at(block, first + n);
@@ -117,16 +126,15 @@ struct Panel {
 
   private:
     void unpack(const PackedChunk<kFormat>& chunk, int64_t n, int group, int v) {
-        constexpr QuantizedLayout kLayout = layout_of(kFormat);
+        const int64_t lane = lane_at(group, v);
         each_step([&](auto step) __attribute__((always_inline)) {
             constexpr int kStep = decltype(step)::value;
-            store_ints(codes[n] + line_at(group, v, kHalfBytes) + kStep * kLineBytes,
+            store_ints(codes[n] + 4 * lane + kStep * kLineBytes,
                        chunk.template codes<kStep>(group, v));
         });
         for (int part = 0; part < kLayout.num_scales; ++part)
-            store(scales[n][part] + lane_at(group, v), chunk.scale(group, v, part));
-        if constexpr (kLayout.has_minimum)
-            store(minima[n] + lane_at(group, v), chunk.minimum(group, v));
+            store(scales[n][part] + lane, chunk.scale(group, v, part));
+        if constexpr (kLayout.has_minimum) store(minima[n] + lane, chunk.minimum(group, v));
     }
 };
 
@@ -142,8 +150,13 @@ struct PanelChunk {
 
     template <int kStep>
     Ints codes(int group, int vector) const {
-        return load_ints(panel.codes[n] + line_at(group, vector, Panel<kFormat>::kHalfBytes) +
-                         kStep * kLineBytes);
+        return load_ints(panel.codes[n] + 4 * lane_at(group, vector) + kStep * kLineBytes);
+    }
+    template <int kStep>
+    void fetch() const {
+        if (kStep > 0) return;
+        const uint8_t* from = panel.ahead + n * panel.ahead_lines * kCacheLine;
+        for (int64_t i = 0; i < panel.ahead_lines; ++i) prefetch(from + i * kCacheLine);
     }
     Vec scale(int group, int vector, int part) const {
         return load(panel.scales[n][part] + lane_at(group, vector));
@@ -177,6 +190,7 @@ inline __attribute__((always_inline)) void multiply_codes(
     each_step([&](auto step) __attribute__((always_inline)) {
         constexpr int kStep = decltype(step)::value;
         if constexpr (kStep * kParts / 8 != kPart) return;
+        if (group == 0) chunk.template fetch<kStep>();
         Ints codes[kVectors];
 #pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) codes[v] = chunk.template codes<kStep>(group, v);
@@ -230,8 +244,9 @@ inline __attribute__((always_inline)) void add_chunk(const Chunk& chunk,
 // Chunks `from` ... `to` - 1 of a block of 32 rows with R rows of x, whose blocks lie `x_stride`
 // apart: added to c [R][32]. A function of its own, for the sake of registers.
 template <typename Chunk, int R>
-__attribute__((noinline)) void multiply_chunks(const QuantizedBlock* x, int64_t x_stride, const uint8_t* block,
-                            int64_t from, int64_t to, float* c) {
+__attribute__((noinline)) void multiply_chunks(const QuantizedBlock* x, int64_t x_stride,
+                                               const uint8_t* block, int64_t from, int64_t to,
+                                               float* c) {
     Vec sums[kGroups][R][kVectors];
     const auto each_sum = [&](auto f) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -254,26 +269,21 @@ __attribute__((noinline)) void multiply_chunks(const QuantizedBlock* x, int64_t 
     each_sum([](const Vec& sum, float* at) __attribute__((always_inline)) { store(at, sum); });
 }
 
-// As multiply_chunks, for any number of rows: c is [rows][32].
+// As multiply_chunks, for 1 ... kQuantizedRows rows, or more, of which the others stay as they are.
 template <typename Chunk>
-inline void multiply_all(const QuantizedBlock* x, int64_t x_stride, int64_t num_rows,
-                         const uint8_t* block, int64_t from, int64_t to, float* c) {
-    for (int64_t row = 0; row < num_rows; row += kQuantizedRows) {
-        const QuantizedBlock* some = x + row * x_stride;
-        float* sums = c + row * kChunkRows;
-        switch (num_rows - row) {
-            case 1: multiply_chunks<Chunk, 1>(some, x_stride, block, from, to, sums); break;
+inline void multiply_some(int64_t num_rows, const QuantizedBlock* x, int64_t x_stride,
+                          const uint8_t* block, int64_t from, int64_t to, float* c) {
+    switch (num_rows) {
+        case 1: return multiply_chunks<Chunk, 1>(x, x_stride, block, from, to, c);
 #if HR_LANES == 16
-            case 2: multiply_chunks<Chunk, 2>(some, x_stride, block, from, to, sums); break;
-            case 3: multiply_chunks<Chunk, 3>(some, x_stride, block, from, to, sums); break;
+        case 2: return multiply_chunks<Chunk, 2>(x, x_stride, block, from, to, c);
+        case 3: return multiply_chunks<Chunk, 3>(x, x_stride, block, from, to, c);
 #if HR_HAS_VNNI
-            case 4: multiply_chunks<Chunk, 4>(some, x_stride, block, from, to, sums); break;
-            case 5: multiply_chunks<Chunk, 5>(some, x_stride, block, from, to, sums); break;
+        case 4: return multiply_chunks<Chunk, 4>(x, x_stride, block, from, to, c);
+        case 5: return multiply_chunks<Chunk, 5>(x, x_stride, block, from, to, c);
 #endif
 #endif
-            default:
-                multiply_chunks<Chunk, kQuantizedRows>(some, x_stride, block, from, to, sums);
-        }
+        default: return multiply_chunks<Chunk, kQuantizedRows>(x, x_stride, block, from, to, c);
     }
 }
 
@@ -283,32 +293,53 @@ struct QuantizedRows {
     int64_t stride;  // blocks
 };
 
-// One block of 32 outputs for `num_rows` rows: c is [num_rows][32].
+// One block of 32 outputs for a few rows: added to c [num_rows][32].
 template <int kFormat>
-inline void multiply_block(const uint8_t* block, const QuantizedBlock* x, int64_t x_stride,
-                           int64_t num_rows, int64_t num_inputs, float* c) {
+inline void multiply_directly(const uint8_t* block, const QuantizedRows& x, int64_t num_rows,
+                              int64_t num_chunks, float* c) {
+    for (int64_t row = 0; row < num_rows; row += kQuantizedRows)
+        multiply_some<PackedChunk<kFormat>>(num_rows - row, x.data + row * x.stride, x.stride, block,
+                                            0, num_chunks, c + row * kChunkRows);
+}
+
+// The same for many rows.
+template <int kFormat>
+inline void multiply_panels(const uint8_t* block, const QuantizedRows& x, int64_t num_rows,
+                            int64_t num_chunks, float* c) {
     constexpr QuantizedLayout kLayout = layout_of(kFormat);
-    constexpr int64_t kPanel = Panel<kFormat>::kNumChunks;
+    Panel<kFormat> panel;
+    const int64_t turns = (num_rows + kQuantizedRows - 1) / kQuantizedRows;
+    for (int64_t from = 0; from < num_chunks; from += kPanelChunks) {
+        const int64_t rest = num_chunks - from, count = rest < kPanelChunks ? rest : kPanelChunks;
+        panel.unpack(block, from, count);
+        const int64_t bytes = kLayout.chunk_at(from + count) - kLayout.chunk_at(from);
+        const int64_t lines = turns * count * kCacheLine;  // bytes, if each chunk fetches a line
+        panel.ahead = block + kLayout.chunk_at(from) + bytes;
+        panel.ahead_lines = (bytes + lines - 1) / lines;
+        const uint8_t* ahead_end = panel.ahead + bytes;
+        for (int64_t row = 0; row < num_rows; row += kQuantizedRows) {
+            multiply_some<PanelChunk<kFormat>>(num_rows - row, x.data + row * x.stride + from,
+                                               x.stride, (const uint8_t*)&panel, 0, count,
+                                               c + row * kChunkRows);
+            panel.ahead += panel.ahead_lines * count * kCacheLine;
+            if (panel.ahead >= ahead_end) panel.ahead_lines = 0;
+        }
+    }
+}
+
+// One block of 32 outputs: c is [num_rows][32].
+template <int kFormat>
+inline void multiply_block(const uint8_t* block, const QuantizedRows& x, int64_t num_rows,
+                           int64_t num_inputs, float* c) {
     const int64_t num_chunks = num_quantized_blocks(num_inputs);
     memset(c, 0, num_rows * kChunkRows * sizeof(float));
     if (num_rows <= kUnpackedRows) {
-        multiply_all<PackedChunk<kFormat>>(x, x_stride, num_rows, block, 0, num_chunks, c);
+        multiply_directly<kFormat>(block, x, num_rows, num_chunks, c);
     } else {
-        Panel<kFormat> panel;
-        for (int64_t from = 0; from < num_chunks; from += kPanel) {
-            const int64_t count = num_chunks - from < kPanel ? num_chunks - from : kPanel;
-            if constexpr (kLayout.code_bits == 8) {  // as they are used
-                multiply_all<PackedChunk<kFormat>>(x, x_stride, num_rows, block, from,
-                                                   from + count, c);
-            } else {
-                panel.unpack(block, from, count);
-                multiply_all<PanelChunk<kFormat>>(x + from, x_stride, num_rows,
-                                                  (const uint8_t*)&panel, 0, count, c);
-            }
-        }
+        multiply_panels<kFormat>(block, x, num_rows, num_chunks, c);
     }
     if constexpr (kFormat == HR_INT8) {
-        const float* scales = (const float*)(block + kLayout.row_scales_at(num_inputs));
+        const float* scales = (const float*)(block + layout_of(kFormat).row_scales_at(num_inputs));
         for (int64_t i = 0; i < num_rows * kChunkRows; i += HR_LANES)
             store(c + i, mul(load(c + i), load(scales + i % kChunkRows)));
     }
@@ -329,7 +360,7 @@ inline void run_quantized_product(const hr_op& op, const hr_step& step, const Qu
         const int64_t num_rows = rest < kRowsInCache ? rest : kRowsInCache;
         for (int64_t n = blocks.from; n < blocks.to; ++n) {
             multiply_block<kFormat>((const uint8_t*)op.weight + n * block_bytes,
-                                    x.data + first * x.stride, x.stride, num_rows, op.num_inputs,
+                                    {x.data + first * x.stride, x.stride}, num_rows, op.num_inputs,
                                     c);
             for (int64_t row = 0; row < num_rows; ++row)
                 finish_block<E>(op, step, first + row, n, c + row * kChunkRows);

@@ -3,12 +3,12 @@
 // A block of 32 rows is a run of chunks of 32 inputs, so that a product reads it from its first byte
 // to its last. A chunk, of which every part begins at a multiple of 32 bytes:
 //
-//   codes     for each half of 16 rows, lines of [16 rows][4 inputs] bytes:
+//   codes     lines of [32 rows][4 inputs] bytes:
 //             8 bits: line j (0 ... 7) has inputs 4 j ... 4 j + 3;
 //             fewer: line j (0 ... 3) has the low 4 bits of them in its low halves, and those of
 //             inputs 16 + 4 j ... in its high halves
-//   high bits for each half of 16 rows: of 5 bits, one line, whose bit j is the fifth bit of inputs
-//             4 j ...; of 6 bits, two lines for 16 inputs each, with 2 bits for each j (0 ... 3)
+//   high bits of 5 bits, one line, whose bit j is the fifth bit of inputs 4 j ...; of 6 bits, two
+//             lines for 16 inputs each, with 2 bits for each j (0 ... 3)
 //   scales    [num_scales][32 rows], fp16 or, in blocks of 256 inputs, bytes
 //   minima    [32 rows], as the scales
 //
@@ -28,7 +28,7 @@ namespace {
 constexpr int kChunkInputs = 32;
 constexpr int kChunkRows = 32;
 constexpr int kSuperChunks = 8;  // after one header
-constexpr int kLineBytes = 64;   // [16 rows][4 inputs]
+constexpr int kLineBytes = 128;  // [32 rows][4 inputs]
 
 struct QuantizedLayout {
     int file_inputs;  // of a block in a file; 0: not read from files
@@ -40,10 +40,10 @@ struct QuantizedLayout {
     bool is_super;
 
     constexpr int scale_bytes() const { return is_super ? 1 : 2; }
-    constexpr int low_bytes() const { return kLineBytes * (code_bits == 8 ? 8 : 4); }  // of a half
-    constexpr int high_bytes() const { return code_bits == 8 ? 0 : kLineBytes * (code_bits - 4); }
-    constexpr int high_at() const { return 2 * low_bytes(); }
-    constexpr int scales_at() const { return high_at() + 2 * high_bytes(); }
+    constexpr int high_at() const { return kLineBytes * (code_bits == 8 ? 8 : 4); }
+    constexpr int scales_at() const {
+        return high_at() + (code_bits == 8 ? 0 : kLineBytes * (code_bits - 4));
+    }
     constexpr int minima_at() const { return scales_at() + num_scales * kChunkRows * scale_bytes(); }
     constexpr int chunk_bytes() const {
         return minima_at() + (has_minimum ? kChunkRows * scale_bytes() : 0);
