@@ -10,6 +10,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 NATIVE = Path("kernels") / "native"
 MODULE = "headrace.kernels.native.libheadrace_kernels"
@@ -27,11 +28,14 @@ COMPILE_ARGS = [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AMX = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 # One build has all instruction sets: a file each, and a choice at run time.
 ISA_ARGS = {
     "isa_avx2.cpp": AVX2,
     "isa_avx512.cpp": AVX512,
-    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "isa_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "isa_amx.cpp": [*AVX512, "-mavx512vnni", *AMX],
 }
 
 
@@ -50,8 +54,13 @@ class BuildNative(build_ext):
         if target.exists() and target.stat().st_mtime > newest and not self.force:
             return
         objects: list[str] = []
+        has_amx = self._can_compile(AMX, 'int main() { asm volatile("tilerelease"); }')
         for source in ext.sources:
+            if Path(source).name == "isa_amx.cpp" and not has_amx:
+                continue
             args = [*COMPILE_ARGS, *ISA_ARGS.get(Path(source).name, [])]
+            if not has_amx:
+                args.append("-DHR_WITHOUT_AMX")
             objects += self.compiler.compile(
                 [source], output_dir=self.build_temp, extra_postargs=args, depends=ext.depends
             )
@@ -59,6 +68,17 @@ class BuildNative(build_ext):
         self.compiler.link_shared_object(
             objects, str(target), extra_postargs=["-pthread"], target_lang="c++"
         )
+
+    def _can_compile(self, args: list[str], text: str) -> bool:
+        """Whether compiler and assembler know the instructions."""
+        source = Path(self.build_temp) / "probe.cpp"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(text)
+        try:
+            self.compiler.compile([str(source)], output_dir=self.build_temp, extra_postargs=args)
+        except CompileError:
+            return False
+        return True
 
 
 def extensions() -> list[Extension]:

@@ -47,7 +47,13 @@ ALLOW_LONG_MAX_MODEL_LEN = Variable(
 CPU_KERNELS = Variable(
     "HEADRACE_CPU_KERNELS",
     "auto",
-    "kernels on CPUs: auto, reference (torch), avx2, avx512 or avx512bf16",
+    "kernels on CPUs: auto, reference (torch), avx2, avx512, avx512vnni, avx512bf16 or amx",
+)
+CPU_PINNING = Variable(
+    "HEADRACE_CPU_PINNING",
+    "none",
+    "where the threads of the CPU kernels, but for the first, stay: none (anywhere), auto (a core "
+    "each, if there are as many as threads) or CPUs like 1-3,6; for machines that do nothing else",
 )
 VARIABLES = (
     MULTIPROCESSING,
@@ -57,6 +63,7 @@ VARIABLES = (
     LOG_STATS_INTERVAL,
     ALLOW_LONG_MAX_MODEL_LEN,
     CPU_KERNELS,
+    CPU_PINNING,
 )
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 

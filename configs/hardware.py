@@ -6,6 +6,7 @@ unreadable limits nothing.
 """
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 from headrace.configs.config import DType
+from headrace.configs.errors import ConfigurationError
 
 GIB = 1 << 30
 
@@ -30,12 +32,17 @@ class CpuFacts:
     """Processors and memory that this process may use. Memory in bytes."""
 
     allowed_cpus: tuple[int, ...]
-    num_cores: int  # physical cores among the allowed CPUs
+    core_cpus: tuple[int, ...]  # the first allowed CPU of each physical core
     cpu_quota: float | None  # CPU seconds per second that the cgroups allow; None: no limit
     memory_total: int  # of the machine
     memory_limit: int | None  # the smallest cgroup limit below memory_total
     memory_available: int  # without swapping or passing a limit
     isa: tuple[str, ...]  # the known instruction sets that all CPUs have
+
+    @property
+    def num_cores(self) -> int:
+        """Physical cores among the allowed CPUs."""
+        return len(self.core_cpus)
 
     @property
     def num_threads(self) -> int:
@@ -48,6 +55,27 @@ class CpuFacts:
     def preferred_dtype(self) -> DType:
         """bfloat16 where the processor multiplies it in hardware, else float32."""
         return "bfloat16" if _BFLOAT16_ISA.intersection(self.isa) else "float32"
+
+    def helper_cpus(self, pinning: str) -> tuple[int, ...] | None:
+        """The CPUs for all compute threads but the first, which is the caller's; None: anywhere.
+
+        `pinning`: none; auto, which gives each a core of its own if there are as many cores as
+        threads, and else pins none; or a list like 1-3,6 of as many CPUs as there are such threads.
+        Raises ConfigurationError for another list.
+        """
+        num_helpers = self.num_threads - 1
+        if pinning == "none" or num_helpers == 0:
+            return None
+        if pinning == "auto":
+            return self.core_cpus[1:] if num_helpers + 1 == self.num_cores else None
+        cpus = tuple(_listed_cpus(pinning))
+        if len(cpus) != num_helpers or not set(cpus) <= set(self.allowed_cpus):
+            raise ConfigurationError(
+                f"CPU pinning must be none, auto or a list of {num_helpers} of the CPUs "
+                f"{', '.join(map(str, self.allowed_cpus))}, one for each thread but the first; "
+                f"got {pinning!r}"
+            )
+        return cpus
 
     def memory_for(self, share: float) -> int:
         """Bytes that an engine may take: what is available, and at most `share` of the whole.
@@ -85,7 +113,7 @@ def cpu_facts(root: Path = Path("/"), allowed_cpus: Collection[int] | None = Non
             available = min(available, max(0, group_limit - group_used))
     return CpuFacts(
         allowed_cpus=cpus,
-        num_cores=_num_cores(root, cpus),
+        core_cpus=_core_cpus(root, cpus),
         cpu_quota=min(quotas) if quotas else None,
         memory_total=total,
         memory_limit=limit,
@@ -100,17 +128,26 @@ def _affinity() -> Collection[int]:
     return range(os.cpu_count() or 1)
 
 
-def _num_cores(root: Path, cpus: tuple[int, ...]) -> int:
-    """Distinct physical cores: CPUs of one core list the same siblings.
+def _core_cpus(root: Path, cpus: tuple[int, ...]) -> tuple[int, ...]:
+    """The first CPU of each distinct physical core: CPUs of one core list the same siblings.
 
     A CPU of unknown topology counts as a core.
     """
-    cores = set()
+    cores: dict[str, int] = {}
     for cpu in cpus:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
-        cores.add(siblings or str(cpu))
-    return max(1, len(cores))
+        cores.setdefault(siblings or str(cpu), cpu)
+    return tuple(cores.values())
+
+
+def _listed_cpus(text: str) -> Iterator[int]:
+    """CPUs of a list like 1-3,6; nothing if it is none."""
+    if not re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", text):
+        return
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def _quotas(root: Path) -> Iterator[float]:

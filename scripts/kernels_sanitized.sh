@@ -17,9 +17,11 @@ CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
     --target "$copy/package" "$copy/source"
 test -e "$copy/package/headrace/kernels/native/libheadrace_kernels.so"
 
-# Python itself never gives all its memory back.
-ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so)" \
+# Python itself never gives all its memory back. Tests build copies of the library: with these flags.
+CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
+    ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so)" \
     PYTHONPATH="$PWD/$copy/package" OMP_NUM_THREADS=1 \
-    "$bin/pytest" -q -p no:cacheprovider tests/kernels/test_native_products.py \
+    "$bin/pytest" -q -p no:cacheprovider -m "not slow" tests/kernels/test_native_products.py \
+    tests/kernels/test_native_amx.py tests/kernels/test_native_choice.py \
     tests/kernels/test_native_attention.py tests/kernels/test_native_rows.py \
     tests/workers/test_native_decoder.py "$@"

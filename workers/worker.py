@@ -74,7 +74,9 @@ class Worker(RemoteCalls):
         torch.set_num_threads(self._facts.num_threads)
         logger.info("%s", self._facts.describe())
         choice = environment.read(environment.CPU_KERNELS, os.environ)
-        self._kernels = load_kernels(choice, self._facts.num_threads)
+        pinning = environment.read(environment.CPU_PINNING, os.environ) or "none"
+        cpus = self._facts.helper_cpus(pinning)
+        self._kernels = load_kernels(choice, self._facts.num_threads, cpus)
 
     def load_model(self, progress: Callable[[str], None]) -> None:
         """Size everything, allocate it and copy the weights; then begin to touch KV-cache pages.

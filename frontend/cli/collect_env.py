@@ -58,13 +58,15 @@ except Exception as error:
     facts["torch"] = {"cannot be used": repr(error)}
 try:
     from headrace.kernels.native.interface import open_library
-    from headrace.kernels.native.kernels import supported_isas
+    from headrace.kernels.native.kernels import describe_choice, supported_isas
     library = open_library()
     facts["native kernels"] = {"available": True,
                                "instruction sets they can use here": list(supported_isas(library))}
     from headrace.kernels.native import load_kernels
     chosen = load_kernels("auto", 1)
     facts["native kernels"]["chosen by default"] = chosen.contract if chosen else "none"
+    if chosen:
+        facts["native kernels"]["and why"] = describe_choice(library, chosen)
 except Exception as error:
     facts["native kernels"] = {"available": False, "reason": repr(error)}
 print(json.dumps(facts))

@@ -133,11 +133,14 @@ int64_t hr_group_bytes(void);
 int64_t hr_step_bytes(void);
 int64_t hr_draw_row_bytes(void);
 
-// Bit i: this machine can run instruction set i.
+// Bit i: this machine can run instruction set i. The first call tries tiles out, if it has them.
 int32_t hr_machine(void);
 
+// Why this machine cannot run an instruction set: a clause in English; null if it can.
+const char* hr_why_not(int32_t isa);
+
 // `num_threads` counts the calling thread. The others are pinned to `cpus` [num_threads - 1], if that
-// is not null. Null if threads cannot be started.
+// is not null. Null if threads cannot be started or pinned.
 hr_pool* hr_pool_new(int32_t num_threads, const int32_t* cpus);
 void hr_pool_free(hr_pool* pool);
 

@@ -142,6 +142,7 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
         "hr_step_bytes": (int64, ()),
         "hr_draw_row_bytes": (int64, ()),
         "hr_machine": (int32, ()),
+        "hr_why_not": (ctypes.c_char_p, (int32,)),
         "hr_pool_new": (pointer, (int32, pointer)),
         "hr_pool_free": (None, (pointer,)),
         "hr_run": (int32, (pointer, int32, ctypes.POINTER(Op), int64, ctypes.POINTER(Step))),

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -14,8 +14,12 @@ from headrace.kernels.native.interface import DrawRow, Format, Kind, Lanes, Op, 
 logger = logging.getLogger(__name__)
 
 # Instruction sets by the number that the library knows them by, worst first.
-_ISAS: Mapping[str, int] = MappingProxyType({"avx2": 0, "avx512": 1, "avx512bf16": 3})
-_HAS_AMX = 1 << 4
+_ISAS: Mapping[str, int] = MappingProxyType(
+    {"avx2": 0, "avx512": 1, "avx512vnni": 2, "avx512bf16": 3, "amx": 4}
+)
+# Those whose results are bitwise equal, by the name of the first: integer products are exact, and
+# products of tiles have the order of plain AVX-512.
+_FAMILIES: Mapping[str, str] = MappingProxyType({"avx512vnni": "avx512", "amx": "avx512"})
 # Formats of rows, and of float matrices.
 FORMATS: Mapping[torch.dtype, Format] = MappingProxyType(
     {torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float32: Format.F32}
@@ -25,7 +29,7 @@ CHOICES = ("auto", "reference", *_ISAS)
 _NO_CODE = -2  # result of `hr_run`
 
 # Changes with any change of what the kernels compute, bit by bit.
-_CONTRACT_VERSION = 2
+_CONTRACT_VERSION = 3
 
 
 class NativeKernels:
@@ -34,20 +38,34 @@ class NativeKernels:
     One call at a time. Threads end with this object.
     """
 
-    def __init__(self, library: ctypes.CDLL, isa: str, num_threads: int) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        isa: str,
+        num_threads: int,
+        helper_cpus: Sequence[int] | None = None,
+    ) -> None:
+        """`helper_cpus`: a CPU for each thread beside the caller's; None: wherever they may be."""
+        if helper_cpus is not None and len(helper_cpus) != num_threads - 1:
+            raise ValueError(f"{num_threads - 1} threads cannot be pinned to {helper_cpus}")
         self.isa = isa
         self.num_threads = num_threads
+        self.helper_cpus = None if helper_cpus is None else tuple(helper_cpus)
         self._library = library
         self._isa_number = _ISAS[isa]
-        self._pool = library.hr_pool_new(num_threads, None)
+        cpus = None if helper_cpus is None else (ctypes.c_int32 * len(helper_cpus))(*helper_cpus)
+        self._pool = library.hr_pool_new(num_threads, cpus)
         if not self._pool:
-            raise ConfigurationError(f"the system does not let {num_threads} threads be started")
+            pinned = "" if helper_cpus is None else f" and pinned to CPUs {list(helper_cpus)}"
+            raise ConfigurationError(
+                f"the system does not let {num_threads} threads be started{pinned}"
+            )
         weakref.finalize(self, library.hr_pool_free, self._pool)
 
     @property
     def contract(self) -> str:
         """Names the rules of arithmetic: equal names mean bitwise equal results."""
-        return f"native-{_CONTRACT_VERSION}-{self.isa}"
+        return f"native-{_CONTRACT_VERSION}-{_FAMILIES.get(self.isa, self.isa)}"
 
     def run(
         self, ops: "ctypes.Array[Op]", step: Step, first: int = 0, last: int | None = None
@@ -180,11 +198,14 @@ def _format_name(number: int) -> str:
         return f"format {number}"
 
 
-def load_kernels(choice: str, num_threads: int) -> NativeKernels | None:
+def load_kernels(
+    choice: str, num_threads: int, helper_cpus: Sequence[int] | None = None
+) -> NativeKernels | None:
     """The native kernels of `choice`, one of `CHOICES`, or None for the torch references.
 
     "auto" takes the best instruction set of this machine, and the references where there is none or
-    where the library was not built. Raises `ConfigurationError` for a choice that does not work
+    where the library was not built. `helper_cpus` as `NativeKernels` takes them. Says in the log
+    which it took and why no better one. Raises `ConfigurationError` for a choice that does not work
     here.
     """
     if choice not in CHOICES:
@@ -205,15 +226,20 @@ def load_kernels(choice: str, num_threads: int) -> NativeKernels | None:
         ) from error
     supported = supported_isas(library)
     if choice == "auto":
-        choice = _best(library, supported)
-    if choice == "reference":
-        return None
-    if choice not in supported:
+        if not supported:
+            logger.info(
+                "native CPU kernels cannot be used (%s): torch is", _missing(library, "avx2")
+            )
+            return None
+        choice = supported[-1]
+    elif choice not in supported:
         raise ConfigurationError(
-            f"this processor cannot run CPU kernels {choice!r}; it can run "
-            f"{', '.join(supported) or 'none'}: choose one of them, auto or reference"
+            f"this machine cannot run CPU kernels {choice!r}: {_missing(library, choice)}; it can "
+            f"run {', '.join(supported) or 'none'}: choose one of them, auto or reference"
         )
-    return NativeKernels(library, choice, num_threads)
+    kernels = NativeKernels(library, choice, num_threads, helper_cpus)
+    logger.info("native CPU kernels: %s", describe_choice(library, kernels))
+    return kernels
 
 
 def supported_isas(library: ctypes.CDLL) -> tuple[str, ...]:
@@ -222,11 +248,18 @@ def supported_isas(library: ctypes.CDLL) -> tuple[str, ...]:
     return tuple(isa for isa, number in _ISAS.items() if found >> number & 1)
 
 
-def _best(library: ctypes.CDLL, supported: tuple[str, ...]) -> str:
-    """With AMX, whose products follow the order of plain AVX-512, bf16 instructions are left out:
+def describe_choice(library: ctypes.CDLL, kernels: NativeKernels) -> str:
+    """The instruction set in use, the threads, and why no better set is in use: one line."""
+    names = list(_ISAS)
+    parts = [f"{kernels.isa}, {kernels.num_threads} threads"]
+    if kernels.helper_cpus:
+        parts.append(f"all but the first pinned to CPUs {', '.join(map(str, kernels.helper_cpus))}")
+    supported = supported_isas(library)
+    for isa in names[names.index(kernels.isa) + 1 :]:
+        parts.append(f"{isa}: {'not chosen' if isa in supported else _missing(library, isa)}")
+    return "; ".join(parts)
 
-    they follow another order, and one machine has one contract.
-    """
-    has_amx = bool(library.hr_machine() & _HAS_AMX)
-    usable = [isa for isa in supported if not (has_amx and isa == "avx512bf16")]
-    return usable[-1] if usable else "reference"
+
+def _missing(library: ctypes.CDLL, isa: str) -> str:
+    reason: bytes | None = library.hr_why_not(_ISAS[isa])
+    return "" if reason is None else reason.decode()

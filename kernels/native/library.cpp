@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "interface.h"
+#include "machine.h"
 #include "peak.h"
 #include "plan.h"
 #include "pool.h"
@@ -66,7 +67,7 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
 }  // namespace
 
 struct hr_pool {
-    explicit hr_pool(int num_threads) : threads(num_threads) {}
+    hr_pool(int num_threads, const int32_t* cpus) : threads(num_threads, cpus) {}
 
     ThreadPool threads;
     StepMemory memory;
@@ -75,6 +76,12 @@ struct hr_pool {
 namespace {
 
 using WorkFunction = void (*)(const Work&, int, int);
+
+#ifdef HR_WITHOUT_AMX
+constexpr WorkFunction kWorkAmx = nullptr;
+#else
+constexpr WorkFunction kWorkAmx = hr_work_amx;
+#endif
 
 struct Call {
     const Work* work;
@@ -98,7 +105,8 @@ bool is_float(int32_t format) { return format >= HR_BF16 && format <= HR_F32; }
 // Whether there is code for this operation on rows of this format.
 bool can_run(const hr_op& op, const hr_step& step) {
     if (!is_float(step.format)) return false;
-    if (op.kind == HR_ATTENTION && step.format != HR_BF16) return false;
+    if (op.kind == HR_ATTENTION)
+        return op.cache_format == step.format || op.cache_format == HR_INT8;
     return op.kind != HR_PRODUCT || op.format == step.format;
 }
 
@@ -131,24 +139,13 @@ int64_t hr_group_bytes(void) { return sizeof(hr_group); }
 int64_t hr_step_bytes(void) { return sizeof(hr_step); }
 int64_t hr_draw_row_bytes(void) { return sizeof(hr_draw_row); }
 
-int32_t hr_machine(void) {
-    __builtin_cpu_init();
-    int32_t found = 0;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-        !__builtin_cpu_supports("f16c"))
-        return found;
-    found |= 1 << HR_AVX2;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-        return found;
-    found |= 1 << HR_AVX512;
-    if (__builtin_cpu_supports("avx512bf16")) found |= 1 << HR_AVX512_BF16;
-    return found;
-}
+int32_t hr_machine(void) { return usable_isas(); }
 
-hr_pool* hr_pool_new(int32_t num_threads, const int32_t*) {
+const char* hr_why_not(int32_t isa) { return why_not(isa); }
+
+hr_pool* hr_pool_new(int32_t num_threads, const int32_t* cpus) {
     try {
-        return new hr_pool(num_threads);
+        return new hr_pool(num_threads, cpus);
     } catch (...) {
         return nullptr;
     }
@@ -158,7 +155,7 @@ void hr_pool_free(hr_pool* pool) { delete pool; }
 
 int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step) {
     constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {
-        hr_work_avx2, hr_work_avx512, hr_work_avx512, hr_work_avx512_bf16, hr_work_avx512, nullptr,
+        hr_work_avx2, hr_work_avx512, hr_work_avx512_vnni, hr_work_avx512_bf16, kWorkAmx, nullptr,
     };
     for (int64_t i = 0; i < num_ops; ++i)
         if (!can_run(ops[i], *step)) return -2;

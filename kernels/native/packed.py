@@ -8,6 +8,7 @@ from headrace.kernels.native.interface import Format, Lanes
 from headrace.kernels.native.kernels import FORMATS, NativeKernels
 
 _BLOCK_ROWS = 32
+_INPUTS_TOGETHER = 32  # that inputs are padded to
 
 
 def packed_shape(

@@ -2,9 +2,13 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <new>
+#include <system_error>
 
 namespace {
 
@@ -18,6 +22,17 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 
 void wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+void pin(std::thread& thread, int cpu) {
+    cpu_set_t* cpus = CPU_ALLOC(cpu + 1);
+    if (cpus == nullptr) throw std::bad_alloc();
+    const size_t size = CPU_ALLOC_SIZE(cpu + 1);
+    CPU_ZERO_S(size, cpus);
+    CPU_SET_S(cpu, size, cpus);
+    const int error = pthread_setaffinity_np(thread.native_handle(), size, cpus);
+    CPU_FREE(cpus);
+    if (error != 0) throw std::system_error(error, std::generic_category());
 }
 
 }  // namespace
@@ -45,10 +60,12 @@ void Barrier::wait() {
     }
 }
 
-ThreadPool::ThreadPool(int num_threads) : num_threads(num_threads), barrier(num_threads) {
+ThreadPool::ThreadPool(int num_threads, const int32_t* cpus)
+    : num_threads(num_threads), barrier(num_threads) {
     try {
         for (int thread = 1; thread < num_threads; ++thread) {
             threads_.emplace_back([this, thread] { serve(thread); });
+            if (cpus != nullptr) pin(threads_.back(), cpus[thread - 1]);
         }
     } catch (...) {
         stop();

@@ -35,7 +35,9 @@ class ThreadPool {
   public:
     using Function = void (*)(void* argument, int thread, int num_threads);
 
-    explicit ThreadPool(int num_threads);  // may throw std::system_error
+    // `cpus` [num_threads - 1]: where the threads but the caller's stay; null: anywhere. May throw
+    // std::system_error.
+    ThreadPool(int num_threads, const int32_t* cpus);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
 

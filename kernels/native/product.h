@@ -1,7 +1,8 @@
 // Matrix products with packed weights: c[r][n] = sum over k of x[r][k] * w[n][k].
 //
 // Packed layout, in blocks of 32 rows: [num_blocks][pairs of k][32 rows][2], zero where the matrix
-// ends. One dword holds two neighbouring k of one row, which is what the bf16 instructions take.
+// ends and to a multiple of 32 k. One dword holds two neighbouring k of one row, which is what the
+// bf16 instructions take, and 16 pairs of 16 rows are a tile of AMX.
 //
 // Order of the sums (numerics rule N1), the same for every number of rows:
 // - HR_HAS_BF16: one chain of vdpbf16ps over ascending pairs, from +0;
@@ -151,6 +152,15 @@ inline void multiply_chunk(const bf16* x, int64_t x_stride, const bf16* w, int64
                 odd[r][v] = fma(second, high[v], odd[r][v]);
             }
         }
+    }
+    if (to - from < 31) {  // what the padding adds: it turns -0, which is what flushing leaves, to +0
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+            for (int v = 0; v < 2; ++v) {
+                even[r][v] = add(even[r][v], splat(0.0f));
+                odd[r][v] = add(odd[r][v], splat(0.0f));
+            }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {

@@ -3,6 +3,9 @@
 
 #include "interface.h"
 #include "product_float.h"
+#if HR_HAS_AMX
+#include "product_amx.h"
+#endif
 #include "work.h"
 
 namespace {
@@ -204,6 +207,19 @@ inline void run_product(const Work& work, const hr_op& op, const Rows<E>& x, int
                         int num_threads) {
     const Range blocks = share((op.num_outputs + kBlockRows - 1) / kBlockRows, thread, num_threads);
     char* scratch = work.scratch + thread * work.scratch_bytes + kNormedBytes;
+#if HR_HAS_AMX
+    if constexpr (kFormat<E> == HR_BF16) {
+        const hr_step& step = *work.step;
+        if (op.format == HR_BF16 && are_tiles_used(step.num_tokens, op.num_inputs)) {
+            run_tile_product(x.data, x.stride, step.num_tokens, (const bf16*)op.weight,
+                             op.num_outputs, op.num_inputs, scratch, thread, num_threads,
+                             [&](int64_t row, int64_t block, const float* sums) {
+                                 finish_block<bf16>(op, step, row, block, sums);
+                             });
+            return;
+        }
+    }
+#endif
     switch (op.format) {
         case kFormat<E>: return multiply_matrix(op, *work.step, x, blocks, (float*)scratch);
     }

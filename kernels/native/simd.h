@@ -1,6 +1,7 @@
 // Vectors of floats for the instruction set that the including file is compiled for.
 //
-// The including file defines HR_LANES (8 or 16) and, with native bf16 products, HR_HAS_BF16.
+// The including file defines HR_LANES (8 or 16), HR_HAS_BF16 (products of bf16 by vdpbf16ps) and,
+// where they are there, HR_HAS_VNNI (integer dot products) and HR_HAS_AMX (tiles).
 // Everything is static, so that no function compiled for one instruction set is shared with
 // another.
 #pragma once

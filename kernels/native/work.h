@@ -13,6 +13,11 @@ constexpr int64_t kNormAlone = 1 << 16;
 // pass over the weights multiplies: about what the second-level cache holds.
 constexpr int64_t kRowsTogether = 96;
 constexpr int64_t kTileInputs = 512;
+// Rows of x that one pass of a product by tiles takes, and blocks of 32 outputs whose sums wait at
+// once: the scratch memory of one thread for it.
+constexpr int64_t kPassRows = 256;
+constexpr int64_t kGroupBlocks = 8;
+constexpr int64_t kTileSumsBytes = kPassRows * kGroupBlocks * 32 * 4;
 
 // Of rows and float matrices.
 inline int64_t format_bytes(int32_t format) { return format == HR_F32 ? 4 : 2; }
@@ -28,7 +33,8 @@ inline int64_t block_bytes(int32_t format, int64_t num_inputs) {
 constexpr int64_t kNormedBytes = kNormAlone * 4;
 
 inline int64_t product_scratch_bytes(const hr_op& op, int64_t num_tokens) {
-    if (op.format != HR_F16) return kNormedBytes;
+    if (op.format == HR_BF16) return kNormedBytes + kTileSumsBytes;
+    if (op.format == HR_F32) return kNormedBytes;
     const int64_t rows = num_tokens < kRowsTogether ? num_tokens : kRowsTogether;
     return kNormedBytes + (rows * op.num_inputs + 2 * kBlockRows * kTileInputs) * 4;
 }
@@ -83,7 +89,9 @@ struct Lookup {
 // Instruction-set versions of one thread's share of a step.
 extern "C" void hr_work_avx2(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_avx512_vnni(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512_bf16(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_amx(const Work& work, int thread, int num_threads);
 
 // Instruction-set versions of one thread's share of the rows to draw from.
 extern "C" void hr_draw_avx2(const Draw& draw, int thread, int num_threads);

@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headrace.configs.errors import ConfigurationError
 from headrace.configs.hardware import CpuFacts, cpu_facts
 
 GIB = 1 << 30
@@ -47,6 +48,27 @@ def test_no_limits(tmp_path: Path) -> None:
     assert (found.num_cores, found.num_threads, found.cpu_quota) == (8, 8, None)
     assert found.memory_total == 64 * GIB and found.memory_available == 48 * GIB
     assert found.memory_limit is None and found.allowed_cpus == tuple(range(16))
+
+
+def test_pinning(tmp_path: Path) -> None:
+    found = facts(tmp_path, {})  # 8 cores of 2 threads
+    assert found.helper_cpus("none") is None
+    assert found.helper_cpus("auto") == (1, 2, 3, 4, 5, 6, 7)
+    assert found.helper_cpus("9-14,1") == (9, 10, 11, 12, 13, 14, 1)
+    for wrong in ("", "1-3", "1-6,16", "7-1", "all", "1,2,3,4,5,6,-7", "0-99999"):
+        with pytest.raises(ConfigurationError, match=r"list of 7 of the CPUs 0, 1, .*one for each"):
+            found.helper_cpus(wrong)
+    shared = cpu_facts(tmp_path, (2, 3, 10, 11))
+    assert shared.core_cpus == (2, 3) and shared.helper_cpus("auto") == (3,)
+    alone = cpu_facts(tmp_path, (5, 13))
+    assert alone.helper_cpus("auto") is None and alone.helper_cpus("5") is None
+
+
+def test_fewer_threads_than_cores_are_not_pinned(tmp_path: Path) -> None:
+    quota = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "300000 100000"}
+    found = facts(tmp_path, dict(quota))
+    assert found.num_threads == 3
+    assert found.helper_cpus("auto") is None and found.helper_cpus("4,6") == (4, 6)
 
 
 def test_v2_with_nested_limits(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Which kernels are taken, and what is said when they cannot be."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from headrace.kernels.native import load_kernels
 from headrace.kernels.native.interface import open_library
 from tests.kernels.native_ops import available_isas
 
+AVX2, AVX512, VNNI, BF16, AMX = 1, 2, 4, 8, 16
+
 
 class Machine:
-    """A library on a processor with these bits of `hr_machine`."""
+    """A library on a processor with these bits of `hr_machine`, which starts no threads."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -20,15 +23,49 @@ class Machine:
     def hr_machine(self) -> int:
         return self.bits
 
+    def hr_why_not(self, isa: int) -> bytes | None:
+        return None if self.bits >> isa & 1 else b"the processor has no number %d" % isa
+
+    def hr_pool_new(self, num_threads: int, cpus: object) -> int:
+        return 1
+
+    def hr_pool_free(self, pool: int) -> None:
+        pass
+
 
 @pytest.mark.parametrize(
-    ("bits", "best"),
-    ((0, "reference"), (1, "avx2"), (3, "avx512"), (7, "avx512bf16"), (7 | 1 << 8, "avx512")),
+    ("bits", "best", "contract"),
+    (
+        (AVX2, "avx2", "avx2"),
+        (AVX2 | AVX512, "avx512", "avx512"),
+        (AVX2 | AVX512 | VNNI, "avx512vnni", "avx512"),
+        (AVX2 | AVX512 | VNNI | BF16, "avx512bf16", "avx512bf16"),
+        (AVX2 | AVX512 | VNNI | BF16 | AMX, "amx", "avx512"),
+        (AVX2 | AVX512 | VNNI | AMX, "amx", "avx512"),
+    ),
 )
-def test_best_instruction_set(bits: int, best: str) -> None:
-    machine = Machine(bits)
-    supported = kernels_module.supported_isas(machine)  # type: ignore[arg-type]
-    assert kernels_module._best(machine, supported) == best  # type: ignore[arg-type]
+def test_best_instruction_set(
+    bits: int, best: str, contract: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_module, "open_library", lambda: Machine(bits))
+    kernels = load_kernels("auto", 2)
+    assert kernels is not None and kernels.isa == best
+    assert kernels.contract == f"native-3-{contract}"
+
+
+def test_the_log_says_why_no_better_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace")
+    machine = Machine(AVX2 | AVX512 | VNNI | BF16)
+    monkeypatch.setattr(kernels_module, "open_library", lambda: machine)
+    load_kernels("avx512vnni", 3, [4, 6])
+    assert caplog.messages == [
+        "native CPU kernels: avx512vnni, 3 threads; all but the first pinned to CPUs 4, 6; "
+        "avx512bf16: not chosen; amx: the processor has no number 4"
+    ]
+    with pytest.raises(ValueError, match="2 threads cannot be pinned"):
+        load_kernels("avx512", 3, [4])
 
 
 def test_reference_and_unknown_choices() -> None:
@@ -49,10 +86,25 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_an_older_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "open_library", lambda: Machine(1))
-    with pytest.raises(ConfigurationError, match=r"cannot run .*'avx512'; it can run avx2"):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot run .*'avx512'.*number 1; it can run avx2"
+    ):
         load_kernels("avx512", 1)
     monkeypatch.setattr(kernels_module, "open_library", lambda: Machine(0))
     assert load_kernels("auto", 1) is None
+
+
+def test_threads_stay_where_they_are_put() -> None:
+    if "avx2" not in available_isas():
+        pytest.skip("no native kernels on this machine")
+    cpu = max(os.sched_getaffinity(0))
+    before = set(os.listdir("/proc/self/task"))
+    kernels = load_kernels("avx2", 3, [cpu, cpu])
+    helpers = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
+    assert [os.sched_getaffinity(task) for task in helpers] == [{cpu}] * 2
+    assert kernels is not None and kernels.helper_cpus == (cpu, cpu)
+    with pytest.raises(ConfigurationError, match=r"pinned to CPUs \[100000\]"):
+        load_kernels("avx2", 2, [100000])
 
 
 def test_another_version_of_the_library(tmp_path: Path) -> None:
@@ -64,9 +116,13 @@ def test_another_version_of_the_library(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
 def test_forced_one_by_one() -> None:
-    contracts = set()
     for isa in available_isas():
         loaded = load_kernels(isa, 2)
         assert loaded is not None and loaded.isa == isa
-        contracts.add(loaded.contract)
-    assert len(contracts) == len(available_isas())
+
+
+@pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
+def test_what_is_missing_has_a_reason() -> None:
+    library = open_library()
+    for name, number in kernels_module._ISAS.items():
+        assert (library.hr_why_not(number) is None) == (name in available_isas())

@@ -253,6 +253,7 @@ def _attention(attention: Attention, rope: int, pages: torch.Tensor, group: int)
         soft_cap=shape.soft_cap or 0.0,
         group=group,
         pages=pages.data_ptr(),
+        cache_format=FORMATS[pages.dtype],
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
