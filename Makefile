@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: demo test install install-dev clean
+.PHONY: demo test wheel install install-dev clean
 
 install: $(VENV)/.runtime
 install-dev: $(VENV)/.dev
@@ -27,6 +27,11 @@ demo: $(VENV)/.runtime
 # What people and CI run: lint, cheap tests with the type check beside them, then the slow tests.
 test: $(VENV)/.dev
 	VENV=$(VENV) bash scripts/check.sh
+
+# dist/: an sdist, and a wheel with the kernels that needs no compiler.
+wheel: $(VENV)/.runtime
+	$(PIP) install -q 'setuptools>=77'
+	VENV=$(VENV) bash scripts/build_wheel.sh dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

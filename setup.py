@@ -5,10 +5,12 @@ installed without them and computes with torch.
 """
 
 import platform
+import re
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -22,6 +24,8 @@ COMPILE_ARGS = [
     "-ffp-contract=off",  # an fma stands where the source says so, on every path
     "-fno-math-errno",
     "-pthread",
+    "-include",
+    str(NATIVE / "glibc.h"),
     # gcc 12 warns about its own intrinsics.
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
@@ -53,6 +57,7 @@ class BuildNative(build_ext):
         newest = max(Path(name).stat().st_mtime for name in [*ext.sources, *ext.depends])
         if target.exists() and target.stat().st_mtime > newest and not self.force:
             return
+        target.unlink(missing_ok=True)  # it must not be taken for the new one if this fails
         objects: list[str] = []
         has_amx = self._can_compile(AMX, 'int main() { asm volatile("tilerelease"); }')
         for source in ext.sources:
@@ -81,6 +86,35 @@ class BuildNative(build_ext):
         return True
 
 
+class NativeWheel(bdist_wheel):
+    """A wheel that needs no Python version, but the C library whose symbols its code names."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        library = Path(self.get_finalized_command("build_ext").get_ext_fullpath(MODULE))
+        if self.root_is_pure or not library.exists():
+            return "py3", "none", "any"
+        *_, platform_tag = super().get_tag()
+        return "py3", "none", manylinux_tag(library.read_bytes()) or platform_tag
+
+
+def manylinux_tag(library: bytes) -> str | None:
+    """The oldest manylinux platform (PEP 600) that can load this ELF file.
+
+    None if it is not made for glibc, or needs a newer libstdc++ than that of GCC 8, which is what
+    manylinux_2_28 has and what any later one has at least.
+    """
+
+    def newest(prefix: str) -> tuple[int, ...]:
+        found = re.findall(rb"\0%s_([0-9.]+)(?=\0)" % prefix.encode(), library)
+        return max((tuple(map(int, version.split(b"."))) for version in found), default=())
+
+    glibc = newest("GLIBC")
+    if not glibc or newest("GLIBCXX") > (3, 4, 25) or newest("CXXABI") > (1, 3, 11):
+        return None
+    major, minor = max(glibc[:2], (2, 28))
+    return f"manylinux_{major}_{minor}_{platform.machine()}"
+
+
 def extensions() -> list[Extension]:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return []
@@ -89,4 +123,6 @@ def extensions() -> list[Extension]:
     return [Extension(MODULE, sources, depends=headers, optional=True)]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+setup(
+    ext_modules=extensions(), cmdclass={"build_ext": BuildNative, "bdist_wheel": NativeWheel}
+)

@@ -67,6 +67,8 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    # Most prompt tokens in a step while several sequences want tokens; None: as many as fit.
+    max_shared_prefill_tokens: int | None = None
     policy: SchedulingPolicy = "fcfs"
     max_bypasses: int = 64  # how often a waiting head that does not fit may be overtaken
     ageing_s: float = 10.0  # priority policy: waiting this long is worth one priority level

@@ -48,6 +48,7 @@ class KVCacheManager:
         self._windows = [g.window if g.kind == "sliding" else None for g in spec.groups]  # tokens
         self._enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self._no_blocks: list[list[int]] = [[] for _ in spec.groups]  # never written to
         # The most blocks a sliding group holds: those of the window before a chunk, and its own.
         self._max_live = [
             None if window is None else _ceil_div(window - 1 + max_step_tokens, spec.block_size) + 1
@@ -153,6 +154,11 @@ class KVCacheManager:
         choice.blocks = ChoiceBlocks(hit.tables, hit.first_live, num_committed=hit.num_blocks)
         return hit.num_blocks * self.block_size
 
+    def reaches(self, choice: Choice, num_tokens: int) -> bool:
+        """Whether the tables of a choice with blocks reach that far, as in most decoding steps."""
+        blocks = choice.blocks
+        return blocks is not None and len(blocks.tables[0]) * self.block_size >= num_tokens
+
     def allocate(self, choice: Choice, num_tokens: int) -> bool:
         """Make the tables reach `num_tokens`, in all groups or, when blocks are short, in none.
 
@@ -193,7 +199,7 @@ class KVCacheManager:
         sent = blocks.num_sent
         blocks.num_sent = len(blocks.tables[0])
         if sent == blocks.num_sent:
-            return [[] for _ in blocks.tables]
+            return self._no_blocks
         return [table[sent:] for table in blocks.tables]
 
     def fork(self, parent: Choice, child: Choice) -> list[BlockCopy] | None:

@@ -94,7 +94,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
     """Abort what runs and exit with code 0."""
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one choice. `start` is the output index of the first of them.
 
     `finish_reason` is None while running, else "stop", "length", "abort" or "error".

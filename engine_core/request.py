@@ -85,11 +85,13 @@ class Choice:
         Order: nothing but the hard length limit below `min_tokens`; EOS; stop ids; length.
         """
         request, token = self.request, self.token_ids[-1]
-        if self.num_output_tokens >= request.sampling_params.min_tokens:
-            if token == request.eos_token_id and not request.sampling_params.ignore_eos:
-                return "stop", None
-            if token in request.stop_token_ids:
-                return "stop", token
+        if token == request.eos_token_id or token in request.stop_token_ids:
+            params = request.sampling_params
+            if self.num_output_tokens >= params.min_tokens:
+                if token == request.eos_token_id and not params.ignore_eos:
+                    return "stop", None
+                if token in request.stop_token_ids:
+                    return "stop", token
         if len(self.token_ids) >= self.max_total_tokens:
             return "length", None
         return None

@@ -10,7 +10,8 @@ so blocks can be given away as soon as their holder ends.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import InvalidRequestError, NonFiniteLogitsError
@@ -33,8 +34,7 @@ from headrace.workers.protocol import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _InFlight:
+class _InFlight(msgspec.Struct, gc=False):
     """What a handed-out step does to one choice."""
 
     choice: Choice
@@ -212,16 +212,17 @@ class Scheduler:
 
     def _advance(self, choice: Choice, count: int) -> _InFlight:
         """Account for tokens handed out, as if they were computed."""
-        num_prompt = choice.request.num_prompt_tokens
-        num_prompt_left = max(0, num_prompt - choice.num_computed_tokens)
-        choice.num_computed_tokens += count
+        request, num_before = choice.request, choice.num_computed_tokens
+        num_after = choice.num_computed_tokens = num_before + count
+        num_prompt_left = request.num_prompt_tokens - num_before
         choice.num_in_flight += 1
-        samples = choice.num_computed_tokens == choice.num_tokens
+        samples = num_after == len(choice.token_ids) + choice.num_pending
         if samples:
             choice.num_pending += 1
-            if choice.request.fork_children:
+            if request.fork_children:
                 self._fork(choice)
-        return _InFlight(choice, choice.num_computed_tokens, min(count, num_prompt_left), samples)
+        num_prompt = min(count, num_prompt_left) if num_prompt_left > 0 else 0
+        return _InFlight(choice, num_after, num_prompt, samples)
 
     def _fork(self, parent: Choice) -> None:
         """The parent's prompt is complete in this step: its children can run, too."""
@@ -282,7 +283,7 @@ class Scheduler:
 
     def _take_result(self, record: _InFlight, output: ModelRunnerOutput) -> EngineCoreOutput | None:
         choice = record.choice
-        fault = output.failed.get(choice.id)
+        fault = output.failed.get(choice.id) if output.failed else None
         sampled = output.sampled.get(choice.id)
         num_sampled = len(sampled.token_ids) if sampled else 0
         if fault is None and num_sampled != record.samples:
@@ -294,7 +295,8 @@ class Scheduler:
             return self._fail(choice, fault)
         self._kv.commit(choice, record.num_computed_tokens)  # nothing if it was preempted
         result = self._accept(choice, sampled) if sampled is not None and record.samples else None
-        result = self._add_scores(choice, output.prompt_logprobs.get(choice.id), result)
+        if output.prompt_logprobs:
+            result = self._add_scores(choice, output.prompt_logprobs.get(choice.id), result)
         if choice.waits_for is WaitsFor.RESULTS and not choice.num_in_flight:
             self._resume(choice)
         return result

@@ -26,6 +26,7 @@ class StepPlan:
 
     budget: int  # tokens left
     contended: bool  # several choices want more than one token
+    prefill_share: int  # most tokens of one choice in a contended step
     counts: dict[Choice, int] = field(default_factory=dict)  # tokens per choice
     owed_blocks: int = 0  # blocks that prefills in progress will still take
     num_admitted: int = 0
@@ -75,9 +76,11 @@ class StepPlanner:
             for choice in self._running
             if len(choice.token_ids) + choice.num_pending - choice.num_computed_tokens > 1
         )
+        budget = self._budget(num_prefills)
         plan = StepPlan(
-            budget=self._config.max_num_batched_tokens,
+            budget=budget,
             contended=num_prefills + len(self._queue) > 1,
+            prefill_share=max(1, budget // PREFILL_SHARE),
         )
         self._plan_running(plan)
         self._plan_waiting(plan)
@@ -85,17 +88,38 @@ class StepPlanner:
             self._plan_leftover(plan)
         return plan
 
+    def _budget(self, num_prefills: int) -> int:
+        """Tokens of a step.
+
+        A step gives its tokens when all of it is computed, and beyond some hundred rows a larger
+        one computes no faster: with others beside it, a big prefill only makes them wait.
+        """
+        budget, limit = self._config.max_num_batched_tokens, self._config.max_shared_prefill_tokens
+        if limit is None or len(self._running) + len(self._queue) <= 1:
+            return budget
+        return min(budget, len(self._running) - num_prefills + limit)
+
     def _plan_running(self, plan: StepPlan) -> None:
-        position = 0
+        position, counts, reaches = 0, plan.counts, self._kv.reaches
         while position < len(self._running) and plan.budget > 0:
             choice = self.subject = self._running[position]
             position += 1
+            num_tokens = len(choice.token_ids) + choice.num_pending
+            # What most choices do in most steps, without the calls below.
+            if (
+                num_tokens - choice.num_computed_tokens == 1
+                and num_tokens < choice.max_total_tokens
+                and reaches(choice, num_tokens)
+            ):
+                counts[choice] = 1
+                plan.budget -= 1
+                continue
             num_new = self._wanted(choice, plan, reserve=len(self._running) - position)
             if num_new == 0:
                 continue
             if not self._make_room(choice, choice.num_computed_tokens + num_new, plan):
                 return
-            plan.counts[choice] = num_new
+            counts[choice] = num_new
             plan.budget -= num_new
             if choice.num_computed_tokens + num_new < choice.num_tokens:
                 plan.owed_blocks += self._kv.owed_blocks(choice)
@@ -113,7 +137,7 @@ class StepPlanner:
             return 1
         limit = max(1, plan.budget - reserve)
         if plan.contended:
-            limit = min(limit, max(1, self._config.max_num_batched_tokens // PREFILL_SHARE))
+            limit = min(limit, plan.prefill_share)
         return min(num_new, limit)
 
     def _make_room(self, choice: Choice, num_tokens: int, plan: StepPlan) -> bool:

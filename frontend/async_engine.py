@@ -298,6 +298,7 @@ class AsyncEngine(EngineAttributes):
         def end() -> None:
             self.die(EngineDeadError("the engine has been closed; make a new one"))
             self._stop_receiving()
+            self._end_rendering()
 
         self._where_it_receives(end)
         self._finalizer()
@@ -329,6 +330,11 @@ class AsyncEngine(EngineAttributes):
         if self._client is not None:
             self._client.detach()
 
+    def _end_rendering(self) -> None:
+        """Let the renderer's threads go; at the very end, since it drops what waits for them."""
+        if hasattr(self, "front_end"):
+            self.front_end.renderer.shutdown()
+
     async def stop(self) -> None:
         """Fail what runs, end the engine core and everything that belongs to it. Idempotent.
 
@@ -345,3 +351,4 @@ class AsyncEngine(EngineAttributes):
         else:
             self._process.kill()
         self._finalizer.detach()
+        self._end_rendering()

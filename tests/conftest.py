@@ -61,3 +61,16 @@ def torch_settings() -> Iterator[None]:
         torch.set_flush_denormal(False)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What did not run without the native library is said, also where nobody reads the reasons."""
+    if "torch" not in sys.modules:
+        return
+    from tests.kernels.native_ops import available_isas
+
+    if not available_isas():
+        terminalreporter.write_line(
+            "The native kernels are not there: tests of bitwise equality were skipped, all others "
+            "ran on the torch references"
+        )

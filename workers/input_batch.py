@@ -18,8 +18,10 @@ from headrace.workers.models import StepAttention, StepPlanner
 from headrace.workers.protocol import CachedRequestData, ChoiceId, NewRequestData
 from headrace.workers.sampler import SamplingRow
 
+_NOTHING = range(0)
 
-@dataclass
+
+@dataclass(slots=True)
 class KnownChoice:
     """What the worker knows of one choice until it is finished.
 
@@ -52,14 +54,16 @@ class KnownChoice:
     @property
     def scored_positions(self) -> range:
         """Positions of the current step whose logits score the prompt token after them."""
+        if self.num_scored >= self.num_prompt_tokens:
+            return _NOTHING
         first = max(self.num_computed_tokens, self.num_scored - 1)
         return range(first, max(first, min(self.context_end, self.num_prompt_tokens - 1)))
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append sampled tokens."""
-        self.tokens.extend(token_ids)
+    def append(self, token_id: int) -> None:
+        """Take a sampled token."""
+        self.tokens.append(token_id)
         if self.edits is not None:
-            self.edits.extend(token_ids)
+            self.edits.extend((token_id,))
 
 
 class RequestTable:
@@ -113,7 +117,8 @@ class RequestTable:
                     f"the block table of KV group {group} holds {len(slots)} of {end} tokens"
                 )
             # A slot below 2 * block_size lies in the null block, which must stay zero.
-            if slots.view()[start:end].min() < 2 * self.block_size:
+            least = slots[start] if num_tokens == 1 else slots.view()[start:end].min()
+            if least < 2 * self.block_size:
                 raise ValueError(f"KV group {group} has no block for a token to be computed")
 
     def _add(self, new: NewRequestData) -> KnownChoice:
@@ -151,13 +156,11 @@ class RequestTable:
         state = self._choices.get(cached.choice_id)
         if state is None:
             raise ValueError("the worker does not know this choice")
-        new_slots = self._slots(cached.new_block_ids)
         if cached.resumed:
-            state.slots = [GrowingArray(slots) for slots in new_slots]
-        else:
-            for slots, more in zip(state.slots, new_slots, strict=True):
-                if len(more):
-                    slots.extend(more)
+            state.slots = [GrowingArray(slots) for slots in self._slots(cached.new_block_ids)]
+        elif any(cached.new_block_ids):
+            for slots, more in zip(state.slots, self._slots(cached.new_block_ids), strict=True):
+                slots.extend(more)
         state.num_computed_tokens = cached.num_computed_tokens
         return state
 
@@ -217,13 +220,17 @@ class InputBatch:
 def make_input_batch(states: Sequence[KnownChoice], planners: Sequence[StepPlanner]) -> InputBatch:
     """The batch of the scheduled `states`, at least one; `planners`: one per KV group."""
     ordered = sorted(states, key=lambda s: (s.num_scheduled > 1, -s.context_end))
-    token_ids = np.concatenate(
-        [s.tokens.view()[s.num_computed_tokens : s.context_end] for s in ordered]
-    )
-    counts = np.array([s.num_scheduled for s in ordered], dtype=np.int64)
-    ends = np.cumsum(counts)
-    firsts = np.array([s.num_computed_tokens for s in ordered], dtype=np.int64)
-    positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - counts), counts)
+    positions = np.array([s.num_computed_tokens for s in ordered], dtype=np.int64)
+    if ordered[-1].num_scheduled == 1:
+        token_ids = np.array([s.tokens[s.num_computed_tokens] for s in ordered], dtype=np.int64)
+        ends = np.arange(1, len(ordered) + 1)
+    else:
+        token_ids = np.concatenate(
+            [s.tokens.view()[s.num_computed_tokens : s.context_end] for s in ordered]
+        )
+        counts = np.array([s.num_scheduled for s in ordered], dtype=np.int64)
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1]) + np.repeat(positions - (ends - counts), counts)
     attention = tuple(
         planner.plan([_sequence_slots(state, group) for state in ordered])
         for group, planner in enumerate(planners)
@@ -236,16 +243,18 @@ def make_input_batch(states: Sequence[KnownChoice], planners: Sequence[StepPlann
         sampled=[ordered[i] for i in is_sampled],
         sampled_rows=torch.from_numpy(ends[is_sampled] - 1),
         scored=[
-            ScoredRows(state, int(end) - state.context_end + positions.start, positions)
+            ScoredRows(state, int(end) - state.context_end + scored.start, scored)
             for state, end in zip(ordered, ends, strict=True)
-            if (positions := state.scored_positions)
+            if (scored := state.scored_positions)
         ],
     )
 
 
 def _sequence_slots(state: KnownChoice, group: int) -> SequenceSlots:
-    slots = state.slots[group].view()
-    return SequenceSlots(slots[: state.context_end], state.num_scheduled)
+    slots = state.slots[group]
+    return SequenceSlots(
+        slots.view()[: state.context_end], state.num_scheduled, address=slots.address
+    )
 
 
 def sampling_row(state: KnownChoice) -> SamplingRow:

@@ -1,20 +1,12 @@
 """The KV cache: its layout for a model, its memory, and what the step loop does to whole blocks."""
 
-import ctypes
 import mmap
-import os
-import sys
-import threading
 from collections.abc import Sequence
 
 import torch
 
+from headrace.workers.page_toucher import PageToucher
 from headrace.workers.protocol import BlockCopy, KVCacheGroupSpec, KVCacheSpec
-
-# Touched at a time: small, so that the thread can stop soon and others' page faults get their turn.
-_POPULATE_BYTES = 2 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14: as if written to, but without changing what is there
-_LOWEST_PRIORITY = 19
 
 
 def make_kv_cache_spec(
@@ -58,8 +50,8 @@ class KVCache:
 
     `layer_pages[layer]` is the layer's buffer as rows of one token's K or V (see
     `kernels.attention.metadata`): [num_blocks * 2 * block_size, num_kv_heads * head_dim]. All
-    memory starts as zeros; `start_touching` makes the system back it with real pages in the
-    background, so that requests do not pay for that.
+    memory starts as zeros; once its `toucher` is started, the system backs it with real pages in
+    idle moments, so that requests do not pay for that.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, dtype: torch.dtype) -> None:
@@ -84,44 +76,15 @@ class KVCache:
         }
         self.layer_pages = [rows[layers[layer][1]] for layer in range(len(layers))]
         self.layer_groups = [layers[layer][0] for layer in range(len(layers))]
-        self._stop = threading.Event()
-        self._toucher: threading.Thread | None = None
+        self.toucher = PageToucher(self.pool, spec.num_buffers)
 
     @property
     def num_bytes(self) -> int:
         return self.spec.block_bytes * self.num_blocks
 
-    def start_touching(self) -> None:
-        """Back the memory with pages from a low-priority thread.
-
-        That changes no contents, so serving may begin.
-
-        Where the system cannot do that, every page is written here and now; call it before the
-        first step.
-        """
-        address = self.pool.data_ptr()
-        if not _populate(address, min(_POPULATE_BYTES, self.num_bytes)):
-            self.pool.zero_()
-            return
-        self._toucher = threading.Thread(
-            target=_populate_in_background,
-            args=(self.pool, self._stop),
-            name="headrace-kv-pages",
-            daemon=True,
-        )
-        self._toucher.start()
-
-    def wait_until_touched(self, timeout_s: float) -> bool:
-        """Whether all pages are there, after waiting at most `timeout_s`."""
-        if self._toucher is not None:
-            self._toucher.join(timeout_s)
-        return self._toucher is None or not self._toucher.is_alive()
-
     def close(self) -> None:
         """Stop touching pages. The memory itself goes with the last tensor that uses it."""
-        self._stop.set()
-        if self._toucher is not None:
-            self._toucher.join()
+        self.toucher.close()
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero these blocks in every buffer."""
@@ -132,23 +95,3 @@ class KVCache:
         sources = torch.tensor([copy.source for copy in copies], dtype=torch.int64)
         targets = torch.tensor([copy.target for copy in copies], dtype=torch.int64)
         self.pool[:, targets] = self.pool[:, sources]
-
-
-def _populate(address: int, num_bytes: int) -> bool:
-    """Back page-aligned memory with pages; False where the system has no call for that."""
-    if sys.platform != "linux":
-        return False
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return bool(madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
-
-
-def _populate_in_background(pool: torch.Tensor, stop: threading.Event) -> None:
-    """Holds on to `pool`, so that the memory cannot go while it works."""
-    address, num_bytes = pool.data_ptr(), pool.nbytes
-    # On Linux a priority belongs to a thread: only this one yields to everything else.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    for start in range(0, num_bytes, _POPULATE_BYTES):
-        length = min(_POPULATE_BYTES, num_bytes - start)
-        if stop.is_set() or not _populate(address + start, length):
-            return

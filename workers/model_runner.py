@@ -136,7 +136,7 @@ class ModelRunner:
             if row.fault is not None:
                 output.failed[state.choice_id] = row.fault
                 continue
-            state.extend((row.token_id,))
+            state.append(row.token_id)
             logprobs = None if row.logprobs is None else [row.logprobs]
             output.sampled[state.choice_id] = SampledTokens([row.token_id], logprobs)
 

@@ -19,7 +19,7 @@ import msgspec
 from headrace.configs.sampling_params import SamplingParams
 
 
-class ChoiceId(msgspec.Struct, frozen=True, array_like=True):
+class ChoiceId(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """One choice (sequence) of a request: the unit of scheduling. `index` is 0 … n-1."""
 
     request_id: str
@@ -86,8 +86,8 @@ class NewRequestData(msgspec.Struct):
     num_prompt_logprobs_received: int = 0
 
 
-class CachedRequestData(msgspec.Struct):
-    """A choice the worker knows: only what changed."""
+class CachedRequestData(msgspec.Struct, gc=False):
+    """A choice the worker knows: only what changed. Nobody writes to its lists."""
 
     choice_id: ChoiceId
     new_block_ids: list[list[int]]  # per KV group: to append, or the whole table if `resumed`
@@ -121,7 +121,7 @@ class SchedulerOutput(msgspec.Struct):
     blocks_to_zero: list[int] = []  # pages that a request with non-finite values may have written
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Scores at one position: the sampled (or prompt) token first, then the top k, descending.
 
     Log-probabilities or logits, as `ModelConfig.logprobs_mode` says. `rank` is the 1-based rank of
@@ -133,7 +133,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     rank: int
 
 
-class SampledTokens(msgspec.Struct, array_like=True):
+class SampledTokens(msgspec.Struct, array_like=True, gc=False):
     """What one choice got in one step: 0, 1 or several tokens."""
 
     token_ids: list[int]

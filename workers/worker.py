@@ -37,8 +37,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_WARM_UP_TOKENS = 64
-_MAX_TOUCH_WAIT_S = 2.0  # what is left then goes on in the background
+_WARM_UP_TOKENS = 16
 
 
 class Worker(RemoteCalls):
@@ -79,7 +78,7 @@ class Worker(RemoteCalls):
         self._kernels = load_kernels(choice, self._facts.num_threads, cpus)
 
     def load_model(self, progress: Callable[[str], None]) -> None:
-        """Size everything, allocate it and copy the weights; then begin to touch KV-cache pages.
+        """Size everything, allocate it and copy the weights.
 
         Raises `InsufficientMemoryError` before anything is allocated, `ModelFileError` for a bad
         file.
@@ -115,8 +114,6 @@ class Worker(RemoteCalls):
             source = random_weights if is_dummy else iter_weights
             load_weights(model, source(path, hf_config, dtype), path)
         self._model = model
-        # Only now: on memory that the machine has to find first, touching holds the weights up.
-        self._kv_cache.start_touching()
 
     def init_kv_cache(self) -> WorkerInfo:
         """Join model and cache to a runner and report.
@@ -128,8 +125,6 @@ class Worker(RemoteCalls):
         self._runner = ModelRunner(
             self._model, self._kv_cache, self.config.model_config.logprobs_mode
         )
-        with self._timed("touch KV cache"):
-            self._kv_cache.wait_until_touched(_MAX_TOUCH_WAIT_S)
         return WorkerInfo(
             kv_cache_spec=self._kv_cache.spec,
             num_blocks=self._kv_cache.num_blocks,
@@ -159,13 +154,16 @@ class Worker(RemoteCalls):
     def warm_up(self) -> None:
         """Run prefill, decode and every kind of sampling once: the first request is not slower.
 
-        Uses blocks of the empty cache and leaves them zeroed.
+        Uses blocks of the empty cache and leaves them zeroed. Then the cache's other pages are
+        touched, whenever no step runs; not before, since on memory that the machine has to find
+        first, touching holds everything else up.
         """
         with self._timed("warm up"):
             for index, params in enumerate(_warm_up_params()):
                 for step in self._warm_up_steps(index, params):
                     for fault in self.execute_model(step).failed.values():
                         logger.warning("warm-up: %s", fault.message)
+        self.kv_cache.toucher.start()
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step.
@@ -174,7 +172,8 @@ class Worker(RemoteCalls):
         """
         if self._runner is None:
             raise RuntimeError("init_kv_cache comes before execute_model")
-        return self._runner.execute(step)
+        with self.kv_cache.toucher.held():
+            return self._runner.execute(step)
 
     def shutdown(self) -> None:
         """Stop what runs in the background; memory goes with the worker itself."""

@@ -19,8 +19,8 @@ class SchedulerOptions:
     """Limits of one step and order of the queue."""
 
     max_num_batched_tokens: int | None = _option(
-        None, "token budget of one step (default: 4096 offline, 2048 in a server)",
-        parse=parse_size, minimum=1,
+        None, "token budget of one step (default: 4096 offline; in a server 2048, of which 512 for "
+        "prompts while several sequences want tokens)", parse=parse_size, minimum=1,
     )  # fmt: skip
     max_num_seqs: int | None = _option(
         None, f"most sequences in one step (default: {DEFAULT_MAX_NUM_SEQS})", minimum=1

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+from headrace import __version__
 from headrace.configs import environment
 from headrace.configs.errors import ConfigurationError, HeadraceError, UnsupportedFeatureError
 from headrace.frontend.cli.arguments import merge_dotted_keys, take_help_topic, with_dashes
@@ -110,7 +110,7 @@ def _make_parser(arguments: list[str]) -> tuple[Parser, Command | None]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-v", "--version", action="version", version=_version())
+    parser.add_argument("-v", "--version", action="version", version=f"headrace {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     chosen = _command_in(arguments)
     if chosen in KNOWN_COMMANDS:
@@ -125,10 +125,6 @@ def _make_parser(arguments: list[str]) -> tuple[Parser, Command | None]:
 
 def _command_in(arguments: list[str]) -> str | None:
     return next((word for word in arguments if not word.startswith("-")), None)
-
-
-def _version() -> str:
-    return f"headrace {importlib.metadata.version('headrace')}"
 
 
 def _fail(error: HeadraceError, code: int) -> int:

@@ -19,12 +19,17 @@ _MAX_BUCKET_BYTES = 16 << 20  # K and V gathered at once for a bucket of decode 
 _SHORT_CONTEXT = 64  # tokens; below this, padding costs less than another call
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SequenceSlots:
     """Slots of one sequence's tokens, of which the last `num_queries` are computed now."""
 
     slots: np.ndarray  # [num_tokens] int64
     num_queries: int
+    address: int = 0  # of the first slot's memory, where the maker knows it
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            self.address = self.slots.__array_interface__["data"][0]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ _NO_CODE = -2  # result of `hr_run`
 # Changes with any change of what the kernels compute, bit by bit.
 _CONTRACT_VERSION = 3
 
+_HOW_TO_GET_THEM = (
+    "Install headrace again from its wheel, or from source with a C++ compiler (g++) on the PATH."
+)
+
 
 class NativeKernels:
     """The library with a thread pool of its own and one instruction set.
@@ -218,11 +222,16 @@ def load_kernels(
         library = open_library()
     except OSError as error:
         if choice == "auto":
-            logger.info("native CPU kernels are not there (%s): torch is used", error)
+            logger.warning(
+                "native CPU kernels are not there (%s): torch computes instead, several times "
+                "slower. %s",
+                error,
+                _HOW_TO_GET_THEM,
+            )
             return None
         raise ConfigurationError(
             f"CPU kernels {choice!r} need the native library, which was not built: {error}. "
-            "Install headrace again with a C++ compiler, or choose auto"
+            f"{_HOW_TO_GET_THEM} Or choose auto"
         ) from error
     supported = supported_isas(library)
     if choice == "auto":

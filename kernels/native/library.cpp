@@ -195,8 +195,7 @@ int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num
     if (!is_float(format) || !is_float(out_format)) return -1;
     Lookup lookup = {packed, format, num_inputs, ids, num_ids, scale, out_format, out};
     if (num_ids < kLookupTogether) {
-        const DenormalsAreZero guard;
-        lookup_share(&lookup, 0, 1);
+        pool->threads.run_alone(lookup_share, &lookup);
     } else {
         pool->threads.run(lookup_share, &lookup);
     }

@@ -30,7 +30,7 @@ class NativePlanner:
         """`sequences` in flat-batch order; their slots are contiguous int64."""
         starts = np.zeros(len(sequences) + 1, dtype=np.int64)
         np.cumsum([s.num_queries for s in sequences], out=starts[1:])
-        addresses = [s.slots.__array_interface__["data"][0] for s in sequences]
+        addresses = [s.address for s in sequences]
         return NativeMetadata(
             sequences=tuple(sequences),
             slot_addresses=np.array(addresses, dtype=np.uint64),

@@ -101,6 +101,13 @@ void ThreadPool::run(Function function, void* argument) {
     }
 }
 
+void ThreadPool::run_alone(Function function, void* argument) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | kFlushDenormals);
+    function(argument, 0, 1);
+    _mm_setcsr(before);
+}
+
 void ThreadPool::serve(int thread) {
     const DenormalsAreZero guard;
     uint32_t seen = 0;

@@ -217,20 +217,27 @@ def test_configuration_is_frozen_and_travels_as_msgpack(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("context", "given", "tokens", "seqs"),
+    ("context", "given", "tokens", "shared", "seqs"),
     [
-        (UsageContext.LLM_CLASS, {}, 4096, 256),
-        (UsageContext.API_SERVER, {}, 2048, 256),
-        (UsageContext.ENGINE_CONTEXT, {}, 2048, 256),
-        (None, {}, 2048, 256),
-        (UsageContext.API_SERVER, {"max_num_seqs": 5000}, 5000, 5000),
-        (UsageContext.LLM_CLASS, {"max_num_batched_tokens": 100}, 100, 100),
+        (UsageContext.LLM_CLASS, {}, 4096, None, 256),
+        (UsageContext.API_SERVER, {}, 2048, 512, 256),
+        (UsageContext.ENGINE_CONTEXT, {}, 2048, 512, 256),
+        (None, {}, 2048, 512, 256),
+        (UsageContext.API_SERVER, {"max_num_seqs": 5000}, 5000, 512, 5000),
+        (UsageContext.API_SERVER, {"max_num_batched_tokens": 1000}, 1000, None, 256),
+        (UsageContext.LLM_CLASS, {"max_num_batched_tokens": 100}, 100, None, 100),
     ],
 )
 def test_limits_by_usage(
-    context: UsageContext | None, given: dict[str, Any], tokens: int, seqs: int, model: Path
+    context: UsageContext | None,
+    given: dict[str, Any],
+    tokens: int,
+    shared: int | None,
+    seqs: int,
+    model: Path,
 ) -> None:
     config = args(model, **given).create_engine_config(context)
+    assert config.scheduler_config.max_shared_prefill_tokens == shared
     assert config.scheduler_config.max_num_batched_tokens == tokens
     assert config.scheduler_config.max_num_seqs == seqs
     assert config.cache_config.block_size == 16 and config.cache_config.enable_prefix_caching

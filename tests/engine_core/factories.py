@@ -39,6 +39,7 @@ def make_config(
     prefix_caching: bool = True,
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
+    max_shared_prefill_tokens: int | None = None,
     policy: str = "fcfs",
     max_bypasses: int = 64,
     ageing_s: float = 10.0,
@@ -63,6 +64,7 @@ def make_config(
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_shared_prefill_tokens=max_shared_prefill_tokens,
             policy=policy,  # type: ignore[arg-type]
             max_bypasses=max_bypasses,
             ageing_s=ageing_s,

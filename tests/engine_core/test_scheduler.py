@@ -620,3 +620,32 @@ def test_a_step_of_256_decodes_takes_about_a_millisecond() -> None:
         scheduler.update_from_output(step, ModelRunnerOutput(step.step, sampled))
     assert scheduler.stats().num_running == 256
     assert sorted(times)[len(times) // 2] < 4e-3  # 0.45 ms measured; generous for a busy machine
+
+
+def test_prompts_share_small_steps_in_a_server() -> None:
+    """First tokens come as prompts are done, not all together at the end of one big step."""
+    engine = FakeEngine(
+        num_blocks=600, max_num_batched_tokens=512, max_num_seqs=32, max_shared_prefill_tokens=64
+    )
+    for index in range(16):
+        engine.add(make_request(str(index), [index % 30] * 32, max_tokens=40, ignore_eos=True))
+    sizes, first_tokens = [], []
+    while len(first_tokens) < 16:
+        step = engine.schedule()
+        assert step is not None
+        num_decodes = sum(
+            cached.num_computed_tokens >= 32 for cached in step.cached_requests
+        )
+        sizes.append(sum(step.num_scheduled_tokens.values()) - num_decodes)
+        first_tokens += [o.request_id for o in engine.deliver() if o.start == 0]
+    assert sizes == [64] * 8 and first_tokens == [str(index) for index in range(16)]
+
+
+def test_a_prompt_alone_gets_the_whole_budget() -> None:
+    engine = FakeEngine(num_blocks=100, max_num_batched_tokens=64, max_shared_prefill_tokens=16)
+    engine.add(make_request("a", [1] * 60, max_tokens=1))
+    step = engine.schedule()
+    assert step is not None and sum(step.num_scheduled_tokens.values()) == 60
+    engine.deliver()
+    engine.drain()
+    engine.assert_idle()

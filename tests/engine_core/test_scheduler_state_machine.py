@@ -32,18 +32,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 1, 2, 3]),
         policy=st.sampled_from(["fcfs", "priority"]),
         budget=st.sampled_from([3, 8, 16]),
+        shared_prefill=st.sampled_from([None, None, 1, 4]),
         max_num_seqs=st.sampled_from([1, 2, 5]),
         caching=st.sampled_from([True, True, True, False]),
         max_bypasses=st.sampled_from([0, 2, 64]),
     )
     def start(
         self, windows: tuple[int | None, ...], depth: int, policy: str, budget: int,
-        max_num_seqs: int, caching: bool, max_bypasses: int,
+        shared_prefill: int | None, max_num_seqs: int, caching: bool, max_bypasses: int,
     ) -> None:  # fmt: skip
         self.engine = FakeEngine(
             12, windows, depth, policy=policy, max_num_batched_tokens=budget,
-            max_num_seqs=max_num_seqs, prefix_caching=caching, max_bypasses=max_bypasses,
-            max_model_len=40,
+            max_shared_prefill_tokens=shared_prefill, max_num_seqs=max_num_seqs,
+            prefix_caching=caching, max_bypasses=max_bypasses, max_model_len=40,
         )  # fmt: skip
 
     @rule(

@@ -476,10 +476,20 @@ def with_server_engine(path: Path, work: Any, **arguments: Any) -> None:
         try:
             await work(engine)
         finally:
+            threads = renderer_threads() - others
             await engine.stop()
             await engine.stop()
+        assert threads  # they were there, and the engine's end is theirs
+        for thread in threads:
+            thread.join(10)
+        assert not renderer_threads() - others
 
+    others = renderer_threads()
     asyncio.run(go())
+
+
+def renderer_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("renderer")}
 
 
 def test_a_servers_engine(tiny_model: Path) -> None:

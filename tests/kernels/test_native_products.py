@@ -29,7 +29,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return loaded
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -251,3 +251,10 @@ def test_lookup(kernels: NativeKernels, dtype: torch.dtype, out: torch.dtype) ->
 def test_formats_without_code(kernels: NativeKernels) -> None:
     with pytest.raises(ValueError, match="rows of 33 inputs cannot be packed as Q4_K"):
         kernels.packed_bytes(Format.Q4_K, 32, 33)
+
+
+@pytest.mark.parametrize("count", (1, 40))  # the caller alone, and all threads
+def test_looked_up_denormals_are_zero(kernels: NativeKernels, dtype: torch.dtype, count: int) -> None:
+    matrix = pack(kernels, torch.full((3, 5), 1e-39).to(dtype))
+    assert not matrix.lookup(torch.zeros(count, dtype=torch.int64), dtype, 2.0).any()
+    assert (torch.full((3,), 1e-39) * 2.0).all()  # the caller's own setting is as before

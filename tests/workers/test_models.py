@@ -204,10 +204,10 @@ def test_cache_copies_and_zeroes_whole_blocks_in_every_buffer() -> None:
     cache = KVCache(spec, 6, torch.float32)
     assert spec.num_buffers == 2
     assert not cache.pool.any()
-    cache.start_touching()
+    cache.toucher.start()
     cache.layer_pages[0][:] = 1.0
     cache.pool[1, 3] = torch.nan
-    assert cache.wait_until_touched(10.0)
+    assert cache.toucher.wait(10.0)
     assert (cache.layer_pages[0] == 1.0).all()  # touching pages changed nothing
     cache.pool[0, 2] = 7.0
     cache.copy_blocks([BlockCopy(2, 5), BlockCopy(5, 4)])

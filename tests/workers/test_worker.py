@@ -64,7 +64,7 @@ def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 @pytest.mark.parametrize("name", ["llama-tied", "mistral", "gemma3"])
 def test_serves_a_saved_model(name: str, tmp_path: Path) -> None:
     worker, info = start(save(name, tmp_path))
-    assert worker.kv_cache.wait_until_touched(30.0)
+    assert worker.kv_cache.toucher.wait(30.0)
     assert not worker.kv_cache.pool.any()  # the warm-up left nothing
     driver = StepDriver(worker.execute_model, worker.kv_cache)
     choice = driver.add("a", list(range(50)))
@@ -73,7 +73,7 @@ def test_serves_a_saved_model(name: str, tmp_path: Path) -> None:
     worker.shutdown()
     assert info.contract_id.startswith(f"torch-{torch.__version__}-float32-reference-")
     assert info.num_threads == cpu_facts().num_threads
-    assert set(info.phases) == {"size memory", "load weights", "touch KV cache", "warm up"}
+    assert set(info.phases) == {"size memory", "load weights", "warm up"}
 
 
 @pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
@@ -87,7 +87,7 @@ def test_kernels_are_chosen_by_type_and_variable(
         worker, info = start(narrow)
         family = {"avx512vnni": "avx512", "amx": "avx512"}.get(choice, choice)
         assert info.contract_id.startswith(f"native-3-{family}-torch-{torch.__version__}-bfloat16")
-        assert worker.kv_cache.wait_until_touched(30.0)
+        assert worker.kv_cache.toucher.wait(30.0)
         assert not worker.kv_cache.pool.any()  # the warm-up left nothing
     monkeypatch.setenv("HEADRACE_CPU_KERNELS", "reference")
     _, info = start(narrow)
