@@ -11,6 +11,8 @@ import torch
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import ConfigurationError, InvalidRequestError
 from headrace.workers.models import Decoder
+from headrace.workers.models.native_decoder import NativeDecoder, op_name
+from headrace.workers.models.op_profile import OpProfile
 
 
 class RemoteCalls:
@@ -53,6 +55,22 @@ class RemoteCalls:
         path = directory / f"headrace-{os.getpid()}-{time.time_ns()}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
         return str(path)
+
+    def start_op_profile(self) -> bool:
+        """Begin to time each operation of the steps; False if the kernels are torch's."""
+        model = self.get_model()
+        if not isinstance(model, NativeDecoder):
+            return False
+        model.op_profile = OpProfile(op_name)
+        return True
+
+    def stop_op_profile(self) -> dict[str, Any]:
+        """Stop that; what `OpProfile.totals` gives. InvalidRequestError if it was not begun."""
+        model = self.get_model()
+        if not isinstance(model, NativeDecoder) or model.op_profile is None:
+            raise InvalidRequestError("operations are not timed; call start_op_profile first")
+        profile, model.op_profile = model.op_profile, None
+        return profile.totals()
 
 
 def _profile_directory(config: EngineConfig) -> Path:

@@ -171,6 +171,11 @@ int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num
 void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,
              const hr_draw_row* rows, int64_t* token_ids);
 
+// Arithmetic on registers, for measuring: `rounds` times, on every thread, some of the instruction
+// that products of a matrix in `format` use. Returns the operations of all threads, a multiply-add
+// being two; 0 if there is no code for this instruction set.
+double hr_peak(hr_pool* pool, int32_t isa, int32_t format, int64_t rounds);
+
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

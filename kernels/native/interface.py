@@ -159,6 +159,7 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
             None,
             (pointer, int32, pointer, int64, int64, ctypes.POINTER(DrawRow), pointer),
         ),
+        "hr_peak": (ctypes.c_double, (pointer, int32, int32, int64)),
     }
     try:
         for name, (result, arguments) in signatures.items():

@@ -211,6 +211,14 @@ class NativeKernels:
         result: list[int] = token_ids.tolist()
         return result
 
+    def peak(self, format: Format, rounds: int) -> float:
+        """Do nothing but arithmetic on registers, as products with matrices of `format` do it.
+
+        Returns how many operations that were on all threads; a multiply-add counts as two.
+        """
+        operations: float = self._library.hr_peak(self._pool, self._isa_number, format, rounds)
+        return operations
+
 
 def _format_name(number: int) -> str:
     try:

@@ -9,6 +9,7 @@
 #include "interface.h"
 #include "machine.h"
 #include "pack_quantized.h"
+#include "peak.h"
 #include "plan.h"
 #include "pool.h"
 #include "quantized_layout.h"
@@ -277,4 +278,18 @@ void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_
     };
     DrawCall call = {{scores, num_rows, vocab, rows, token_ids}, kFunctions[isa]};
     pool->threads.run(draw_share, &call);  // also one row: it sets what becomes of denormals
+}
+
+double hr_peak(hr_pool* pool, int32_t isa, int32_t format, int64_t rounds) {
+    struct Call {
+        Peak peak;
+        int64_t rounds;
+    } call = {peak_of(isa, format), rounds};
+    if (call.peak.loop == nullptr || rounds < 1) return 0.0;
+    const auto share = [](void* argument, int, int) {
+        const Call& call = *(const Call*)argument;
+        call.peak.loop(call.rounds);
+    };
+    pool->threads.run(share, &call);
+    return call.peak.operations * rounds * pool->threads.num_threads;
 }

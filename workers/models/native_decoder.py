@@ -27,6 +27,7 @@ from headrace.workers.kv_cache import KVCache
 from headrace.workers.layers import Attention, Embedding, PackedLinear, RMSNorm
 from headrace.workers.models.decoder import Decoder, DecoderLayer, StepAttention, StepPlanner
 from headrace.workers.models.decoder_config import DecoderConfig
+from headrace.workers.models.op_profile import OpProfile
 from headrace.workers.protocol import KVCacheSpec
 from headrace.workers.weight_formats import UNQUANTIZED, MatrixFormats, WeightFormats
 
@@ -103,6 +104,7 @@ class NativeDecoder(Decoder):
         super().__init__(config, dtype, formats)
         self.kernels = kernels
         self._packings = list(self._plan_packings())
+        self.op_profile: OpProfile | None = None  # times operations while it is there
         self._layer_ops: ctypes.Array[Op] | None = None
         self._planned_for: KVCache | None = None
         self._head_ops: ctypes.Array[Op] | None = None
@@ -187,7 +189,7 @@ class NativeDecoder(Decoder):
         step.groups = group_structs
         for index, table in enumerate(self.rotary_tables):
             step.ropes[index] = table.data_ptr()
-        self.kernels.run(self._layer_ops, step)
+        self._run(self._layer_ops, step)
         return residual
 
     def compute_logits(self, residual: torch.Tensor) -> torch.Tensor:
@@ -200,9 +202,15 @@ class NativeDecoder(Decoder):
         logits = torch.empty(residual.shape[0], self.config.vocab_size)
         step = self._step(residual)
         step.buffers[_LOGITS], step.strides[_LOGITS] = logits.data_ptr(), logits.stride(0)
-        self.kernels.run(self._head_ops, step)
+        self._run(self._head_ops, step)
         cap = self.config.final_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _run(self, ops: "ctypes.Array[Op]", step: Step) -> None:
+        if self.op_profile is None:
+            self.kernels.run(ops, step)
+        else:
+            self.op_profile.run(self.kernels, ops, step)
 
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
@@ -351,6 +359,16 @@ def _attention(attention: Attention, rope: int, pages: torch.Tensor, group: int)
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
+
+
+def op_name(op: Op) -> str:
+    """What an operation of a decoder's step is, as in profiles."""
+    if op.kind == Kind.ATTENTION:
+        return "attention"
+    if op.kind != Kind.PRODUCT:
+        return "norm"
+    names = {_QKV: "qkv", _INNER: "gate_up", _LOGITS: "head"}
+    return names.get(op.output) or {_ATTENDED: "o", _INNER: "down"}[op.input]
 
 
 def _op_array(ops: Sequence[Op]) -> "ctypes.Array[Op]":

@@ -6,12 +6,13 @@ from typing import Any
 
 from headrace.configs.errors import ConfigurationError
 
-KINDS = ("serve", "latency", "throughput", "startup")
+KINDS = ("serve", "latency", "throughput", "startup", "kernels")
 KINDS_NOT_BUILT = ("mm-processor", "sweep")
 EXAMPLES = """examples:
   headrace bench latency smollm2-135m --batch-size 1      how quick is one batch?
   headrace bench throughput --input-len 128 --output-len 128 --num-prompts 200
   headrace bench startup                                  how long until the first request?
+  headrace bench kernels                                  how near are the kernels to the limits?
   headrace bench serve --port 8000 --request-rate 4       what do clients of a server see?
 
 All take --json FILE. `headrace bench KIND --help` says what each measures and how to read it.
@@ -22,8 +23,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the `bench` command and its kinds."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure latency, throughput, start-up, or a running server",
-        description="Measure an engine or a server.",
+        help="measure latency, throughput, start-up, kernels, or a running server",
+        description="Measure an engine, its kernels, or a server.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -23,6 +23,7 @@ from headrace.frontend.cli.bench.options import (
     not_negative,
     positive,
 )
+from headrace.frontend.cli.bench.profile import print_profile, profile_batch
 from headrace.frontend.cli.bench.prompt_tokens import random_prompt
 from headrace.frontend.cli.bench.report import check_writable, print_section, write_json
 
@@ -34,8 +35,13 @@ EXAMPLES = """examples:
 A batch of random prompts is generated to its full length, over and over, with new prompts each time
 so that the prefix cache holds none of them. The time per step is the latency over the output
 length; the first step also computes the prompts. The CPU time below it is what this process (the
-front end, which does not run the model) spends on a step; scripts/bench/step_overhead.py divides
-the whole step.
+front end, which does not run the model) spends on a step.
+
+--profile divides the steps of one batch after the warm-up and leaves. The first table has the
+phases of the median step in which every sequence decodes (with --output-len 1, of the median step
+with prompts): what follows `beside it` runs in another thread or process meanwhile. The second has
+the operations of the native kernels, all layers together: GB/s are weights, keys and values;
+norms before a product are part of it. With --profiler-config, torch's profiler records instead.
 """
 Iteration = Callable[[], None]
 
@@ -70,7 +76,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--disable-detokenize", action="store_true", help="token ids only, no text")
     parser.add_argument(
         "--profile", action="store_true",
-        help="profile one batch after the warm-up and leave (needs --profiler-config)",
+        help="divide the steps of one batch after the warm-up by phase and operation, and leave",
     )  # fmt: skip
     add_engine_options(parser)
 
@@ -79,18 +85,20 @@ def run(args: argparse.Namespace) -> int:
     """Raises HeadraceError if the engine does not start or a request fails."""
     check_writable(args.json)
     engine = engine_args(args)
-    if args.profile and not engine.profiler_config:
-        raise ConfigurationError(
-            '--profile needs to know where to: --profiler-config \'{"torch_profiler_dir": "DIR"}\''
-        )
     with open_llm(engine) as llm:
         iterate = _iteration(llm, args)
         _repeat(iterate, args.num_iters_warmup, "warm-up", args.disable_tqdm)
-        if args.profile:
+        if args.profile and engine.profiler_config:
             llm.start_profile()
             iterate()
             llm.stop_profile()
             print(f"the profile of one batch is in {engine.profiler_config}")
+            return 0
+        if args.profile:
+            profile = profile_batch(llm, iterate)
+            print_profile(profile)
+            if args.json is not None:
+                write_json(args.json, profile)
             return 0
         cpu_before = time.process_time()
         latencies = _repeat(iterate, args.num_iters, "batches", args.disable_tqdm)
