@@ -20,7 +20,6 @@ def test_peak_while_loading(dtype: str, smollm2_gguf: Path, smollm2_hf: Path) ->
     """From Q4_1 blocks, and from float32 in safetensors."""
     command = [sys.executable, "-P", str(SCRIPT), str(smollm2_gguf), str(smollm2_hf)]
     done = subprocess.run([*command, "--dtype", dtype], capture_output=True, text=True)
-    print(f"\n{done.stdout}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("weights 2" if dtype == "bfloat16" else "weights 5") == 2
 
