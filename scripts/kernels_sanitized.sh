@@ -17,11 +17,13 @@ CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
     --target "$copy/package" "$copy/source"
 test -e "$copy/package/headrace/kernels/native/libheadrace_kernels.so"
 
-# Python itself never gives all its memory back. Tests build copies of the library: with these flags.
+# Python itself never gives all its memory back. Exceptions need the C++ library from the beginning.
+# Tests build copies of the library: with these flags.
 CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
-    ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so)" \
+    ASAN_OPTIONS=detect_leaks=0 \
+    LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
     PYTHONPATH="$PWD/$copy/package" OMP_NUM_THREADS=1 \
-    "$bin/pytest" -q -p no:cacheprovider -m "not slow" tests/kernels/test_native_products.py \
+    "$bin/pytest" -q -p no:cacheprovider --timeout 1800 -m "not slow" tests/kernels/test_native_products.py \
     tests/kernels/test_native_amx.py tests/kernels/test_native_choice.py \
     tests/kernels/test_native_attention.py tests/kernels/test_native_rows.py \
     tests/kernels/test_native_quantized.py tests/workers/test_native_decoder.py "$@"
