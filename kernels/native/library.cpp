@@ -129,7 +129,7 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
     for (int64_t i = 0; i < work.num_ops; ++i) {
         const hr_op& op = work.ops[i];
         if (op.kind == HR_PRODUCT)
-            scratch = std::max(scratch, product_scratch_bytes(op, work.step->num_tokens));
+            scratch = std::max(scratch, product_scratch_bytes(op, *work.step));
         if (op.kind != HR_ATTENTION) continue;
         widest = std::max<int64_t>(widest, op.head_dim);
         scratch = std::max(scratch, scratch_bytes(op.head_dim, op.num_kv_heads));
@@ -145,7 +145,7 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
     for (const GroupPlan& plan : memory.plans)
         num_partials = std::max(num_partials, plan.num_partials);
     memory.partials.resize(num_partials * (rounded_up(widest, kBlockRows) + 2));
-    work.scratch_bytes = scratch;
+    work.scratch_bytes = rounded_up(scratch, kCacheLine);
     memory.scratch.resize(work.scratch_bytes * num_threads + kCacheLine);
     const auto address = (uintptr_t)memory.scratch.data();
     work.scratch = memory.scratch.data() + (rounded_up(address, kCacheLine) - address);

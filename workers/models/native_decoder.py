@@ -36,6 +36,7 @@ _MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attentio
 # Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream.
 _RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS = range(7)
 _MIN_ROWS = 16
+_CACHE_LINE = 64  # bytes
 
 
 def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
@@ -192,9 +193,14 @@ class NativeDecoder(Decoder):
         if self.config.post_norms:
             widths[_BRANCH] = hidden
         return {
-            number: torch.empty(num_rows, width, dtype=self.dtype)
+            number: torch.empty(num_rows, self._row_stride(width), dtype=self.dtype)[:, :width]
             for number, width in widths.items()
         }
+
+    def _row_stride(self, width: int) -> int:
+        """An odd number of cache lines: several rows compete for no place of a cache."""
+        per_line = _CACHE_LINE // self.dtype.itemsize
+        return (-(-width // per_line) | 1) * per_line
 
 
 def _product(
