@@ -105,7 +105,7 @@ typedef struct {
     void* buffers[HR_MAX_BUFFERS];
     int64_t strides[HR_MAX_BUFFERS];   // elements from row to row
     const float* ropes[HR_MAX_ROPES];  // [positions, head_dim]: cosines, then sines
-    double* op_seconds;  // [num_ops] of the call: the time that each operation took is added; or null
+    double* op_seconds;  // [num_ops]: the time that each took is added; or null
     int32_t format;      // of row buffers, but for those that STORE_F32 writes
     int32_t unused;      // keeps the size a multiple of 8
 } hr_step;

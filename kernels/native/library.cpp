@@ -65,7 +65,7 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
         if (op.kind == HR_PRODUCT && is_quantized(op.format))
             quantized.add(op, work.step->num_tokens);
         else if (op.kind == HR_PRODUCT)
-            scratch = std::max(scratch, product_scratch_bytes(op, work.step->num_tokens));
+            scratch = std::max(scratch, product_scratch_bytes(op, *work.step));
         if (op.kind != HR_ATTENTION) continue;
         widest = std::max<int64_t>(widest, op.head_dim);
         scratch = std::max(scratch, scratch_layout(op.head_dim).bytes);

@@ -6,8 +6,9 @@
 
 namespace {
 
-constexpr int64_t kChunk = 64;  // inputs of a row at a time
-constexpr int64_t kGroup = 8;   // rows at a time
+constexpr int64_t kChunk = 256;  // inputs of a row at a time
+constexpr int64_t kGroup = 16;   // rows at a time
+constexpr int64_t kSourcePrefetch = 512;  // bytes
 
 // Where input k of a lane lies in its block.
 template <typename W>
@@ -20,7 +21,10 @@ inline int64_t place(int64_t k, int64_t lane) {
 template <typename W>
 inline void transpose(const W* const* rows, int64_t k, __m256i* turned) {
     __m256i a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256((const __m256i*)(rows[i] + k));
+    for (int i = 0; i < 8; ++i) {
+        prefetch((const char*)(rows[i] + k) + kSourcePrefetch);
+        a[i] = _mm256_loadu_si256((const __m256i*)(rows[i] + k));
+    }
     for (int i = 0; i < 4; ++i) {
         b[2 * i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
         b[2 * i + 1] = _mm256_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
@@ -38,32 +42,35 @@ inline void transpose(const W* const* rows, int64_t k, __m256i* turned) {
     }
 }
 
-// Whole dwords of 8 rows from input k on, 8 at a time; returns the input where it stops.
+// Inputs of 16 rows from `k` on, as many as fill 32 bytes at a time; returns where it stops.
 template <typename W>
 inline int64_t pack_group(const W* const* rows, int64_t k, int64_t end, W* block, int64_t lane) {
-    constexpr int64_t kStep = 32 / sizeof(W);
-    for (; k + kStep <= end; k += kStep) {
-        __m256i turned[8];
-        transpose(rows, k, turned);
+    constexpr int64_t kPerDword = 4 / sizeof(W);
+    for (; k + 8 * kPerDword <= end; k += 8 * kPerDword) {
+        __m256i turned[2][8];
+        transpose(rows, k, turned[0]);
+        transpose(rows + 8, k, turned[1]);
         for (int i = 0; i < 8; ++i) {
+            const __m256i low = turned[0][i], high = turned[1][i];
+            __m256i* out = (__m256i*)(block + place<W>(k + i * kPerDword, lane));
             if constexpr (kFormat<W> == HR_F16) {  // two inputs in a dword, for two places
-                const __m256i first = _mm256_and_si256(turned[i], _mm256_set1_epi32(0xffff));
-                const __m256i second = _mm256_srli_epi32(turned[i], 16);
-                const __m256i both =
-                    _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
-                W* out = block + place<W>(k + 2 * i, lane);
-                _mm_storeu_si128((__m128i*)out, _mm256_castsi256_si128(both));
-                _mm_storeu_si128((__m128i*)(out + kBlockRows), _mm256_extracti128_si256(both, 1));
+                const __m256i mask = _mm256_set1_epi32(0xffff);
+                const __m256i first =
+                    _mm256_packus_epi32(_mm256_and_si256(low, mask), _mm256_and_si256(high, mask));
+                const __m256i second =
+                    _mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16));
+                _mm256_storeu_si256(out, _mm256_permute4x64_epi64(first, 0xd8));
+                _mm256_storeu_si256(out + 2, _mm256_permute4x64_epi64(second, 0xd8));
             } else {
-                const int64_t input = k + i * (4 / (int64_t)sizeof(W));
-                _mm256_storeu_si256((__m256i*)(block + place<W>(input, lane)), turned[i]);
+                _mm256_storeu_si256(out, low);
+                _mm256_storeu_si256(out + 1, high);
             }
         }
     }
     return k;
 }
 
-// Inputs `k` to `end`, at most kChunk, of some rows, at most 8, to the lanes from `lane` on.
+// Inputs `k` to `end`, at most kChunk, of some rows, at most 16, to the lanes from `lane` on.
 template <typename R, typename W>
 inline void pack_chunk(const R* rows, int64_t stride, int64_t num_rows, int64_t k, int64_t end,
                        W* block, int64_t lane) {

@@ -16,8 +16,25 @@
 
 namespace {
 
-constexpr int kMaxRows = 6;       // of x, multiplied together
+constexpr int kMaxRows = 6;  // of x, multiplied together with two blocks
 constexpr int64_t kPrefetchBytes = 2048;
+
+// Rows that are multiplied together with one block, if there are no more: measured, as is from how
+// many rows on that is faster than fewer with two blocks.
+template <typename W>
+constexpr int kMaxRowsAlone = kMaxRows;
+template <typename W>
+constexpr int64_t kManyRows = INT64_MAX;
+#if HR_LANES == 16
+template <>
+constexpr int kMaxRowsAlone<float> = 12;
+#endif
+#if HR_HAS_BF16
+template <>
+constexpr int kMaxRowsAlone<bf16> = 12;
+template <>
+constexpr int64_t kManyRows<bf16> = 48;
+#endif
 
 // What a pass over the weights prefetches on its way: as many lines per step as it reads, from
 // these addresses, which move on by `advance` bytes with each step. Steps are pairs of k in bf16.
@@ -38,6 +55,20 @@ inline uint32_t pair_at(const bf16* x, int64_t k, int64_t num_inputs) {
     uint32_t pair;
     memcpy(&pair, x + k, 4);
     return pair;
+}
+
+// Calls `function` with a type whose `value` is `rows`, from 1 to `Most`.
+template <int R>
+struct NumRows {
+    static constexpr int value = R;
+};
+
+template <int Most, int R = 1, typename F>
+inline void with_rows(int rows, const F& function) {
+    if constexpr (R < Most) {
+        if (rows > R) return with_rows<Most, R + 1>(rows, function);
+    }
+    function(NumRows<R>());
 }
 
 #if HR_HAS_BF16
@@ -84,22 +115,15 @@ inline void multiply(const bf16* x, int64_t x_stride, const bf16* w, int64_t blo
         for (int v = 0; v < kVectors; ++v) store(c + r * c_stride + v * 16, sums[r][v]);
 }
 
-// `rows` rows of x, at most kMaxRows; adds to c, unless it is the first to write there.
+// `rows` rows of x, at most kMaxRows with two blocks; adds to c, unless it is the first to write
+// there.
 template <int B>
 inline void multiply_rows(int rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t block,
                           int64_t num_inputs, bool is_first, float* c, int64_t c_stride,
                           const Ahead& ahead) {
-    const auto run = [&](auto multiplied) {
-        multiplied(x, x_stride, w, block, num_inputs, is_first, c, c_stride, ahead);
-    };
-    switch (rows) {
-        case 1: return run(multiply<1, B>);
-        case 2: return run(multiply<2, B>);
-        case 3: return run(multiply<3, B>);
-        case 4: return run(multiply<4, B>);
-        case 5: return run(multiply<5, B>);
-        default: return run(multiply<6, B>);
-    }
+    with_rows<B == 1 ? kMaxRowsAlone<bf16> : kMaxRows>(rows, [&](auto r) {
+        multiply<r.value, B>(x, x_stride, w, block, num_inputs, is_first, c, c_stride, ahead);
+    });
 }
 
 #else
@@ -195,24 +219,18 @@ inline void multiply_rows(int rows, const bf16* x, int64_t x_stride, const bf16*
                           int64_t num_inputs, bool is_first, float* c, int64_t c_stride,
                           const Ahead& ahead) {
     for (int b = 0; b < B; ++b) {
-        const auto run = [&](int r, auto multiplied) {
-            multiplied(x + r * x_stride, x_stride, w + b * block, num_inputs, is_first,
-                       c + r * c_stride + b * kBlockRows, c_stride, ahead.blocks[b], ahead.advance);
+        const auto run = [&](int first, auto r) {
+            multiply_block<r.value>(x + first * x_stride, x_stride, w + b * block, num_inputs,
+                                    is_first, c + first * c_stride + b * kBlockRows, c_stride,
+                                    ahead.blocks[b], ahead.advance);
         };
-#if HR_LANES == 16
-        switch (rows) {
-            case 1: run(0, multiply_block<1>); break;
-            case 2: run(0, multiply_block<2>); break;
-            case 3: run(0, multiply_block<3>); break;
-            case 4: run(0, multiply_block<4>); break;
-            case 5: run(0, multiply_block<5>); break;
-            default: run(0, multiply_block<6>);
+        if (HR_LANES == 16) {
+            with_rows<kMaxRows>(rows, [&](auto r) { run(0, r); });
+        } else {
+            int r = 0;
+            for (; r + 2 <= rows; r += 2) run(r, NumRows<2>());
+            if (r < rows) run(r, NumRows<1>());
         }
-#else
-        int r = 0;
-        for (; r + 2 <= rows; r += 2) run(r, multiply_block<2>);
-        if (r < rows) run(r, multiply_block<1>);
-#endif
     }
 }
 

@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int64_t kWidenFromPasses = 3;  // over f16 weights: then they are made wide once for all
+constexpr int64_t kHalvesInputs = 32;    // after which the other half of a block has its turn
 
 // R rows of x times V vectors of each of B blocks, which lie `block` elements apart; c is
 // [R][B * 32] floats, of which it computes as many.
@@ -58,31 +59,32 @@ inline void multiply_float_rows(const float* x, int64_t x_stride, const W* w, in
     multiply_floats<R, B, 2>(x, x_stride, w, block, num_inputs, is_first, c, c_stride, ahead);
 #else
     constexpr int kVectors = R <= 2 ? 4 : 2;
-    for (int b = 0; b < B; ++b)
-        for (int lane = 0; lane < kBlockRows; lane += kVectors * HR_LANES)
-            multiply_floats<R, 1, kVectors>(
-                x, x_stride, w + b * block + lane, 0, num_inputs, is_first,
-                c + b * kBlockRows + lane, c_stride,
-                {{ahead.blocks[b] + lane * sizeof(W), nullptr}, ahead.advance});
+    for (int b = 0; b < B; ++b) {
+        for (int64_t k = 0; k < num_inputs; k += kHalvesInputs) {
+            const int64_t rest = num_inputs - k;
+            for (int lane = 0; lane < kBlockRows; lane += kVectors * HR_LANES) {
+                const char* fetched =
+                    ahead.blocks[b] + k * ahead.advance + lane * (int64_t)sizeof(W);
+                multiply_floats<R, 1, kVectors>(
+                    x + k, x_stride, w + b * block + k * kBlockRows + lane, 0,
+                    rest < kHalvesInputs ? rest : kHalvesInputs, is_first && k == 0,
+                    c + b * kBlockRows + lane, c_stride, {{fetched, nullptr}, ahead.advance});
+            }
+        }
+    }
 #endif
 }
 
-// `rows` rows of x, at most kMaxRows; adds to c, unless it is the first to write there.
+// `rows` rows of x, at most kMaxRows with two blocks; adds to c, unless it is the first to write
+// there.
 template <int B, typename W>
 inline void multiply_rows(int rows, const float* x, int64_t x_stride, const W* w, int64_t block,
                           int64_t num_inputs, bool is_first, float* c, int64_t c_stride,
                           const Ahead& ahead) {
-    const auto run = [&](auto multiplied) {
-        multiplied(x, x_stride, w, block, num_inputs, is_first, c, c_stride, ahead);
-    };
-    switch (rows) {
-        case 1: return run(multiply_float_rows<1, B, W>);
-        case 2: return run(multiply_float_rows<2, B, W>);
-        case 3: return run(multiply_float_rows<3, B, W>);
-        case 4: return run(multiply_float_rows<4, B, W>);
-        case 5: return run(multiply_float_rows<5, B, W>);
-        default: return run(multiply_float_rows<6, B, W>);
-    }
+    with_rows<B == 1 ? kMaxRowsAlone<W> : kMaxRows>(rows, [&](auto r) {
+        multiply_float_rows<r.value, B>(x, x_stride, w, block, num_inputs, is_first, c, c_stride,
+                                        ahead);
+    });
 }
 
 // All of k at once.

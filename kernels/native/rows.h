@@ -134,27 +134,31 @@ struct FloatProduct<f16> {
 template <int B, typename E, typename X>
 inline void multiply_blocks(const hr_op& op, const hr_step& step, const Rows<X>& x,
                             int64_t first_row, int64_t num_rows, int64_t block, float* wide) {
-    alignas(64) float sums[kRowsTogether * B * kBlockRows];
+    constexpr int64_t kMost = B == 1 ? kMaxRowsAlone<E> : kMaxRows;
     constexpr int64_t kStepBytes = kBlockRows * (kFormat<E> == HR_BF16 ? 4 : sizeof(E));
-    const int64_t stride = block_bytes(kFormat<E>, op.num_inputs) / (int64_t)sizeof(E);
-    const E* weight = (const E*)op.weight + block * stride;
-    const int64_t num_passes = (num_rows + kMaxRows - 1) / kMaxRows;
-    const int64_t tile = num_passes == 1 ? op.num_inputs : kTileInputs;
+    alignas(64) float sums[kRowsTogether * B * kBlockRows];
+    const int64_t size = block_bytes(kFormat<E>, op.num_inputs) / (int64_t)sizeof(E);
+    const E* weight = (const E*)op.weight + block * size;
+    const int64_t num_passes = (num_rows + kMost - 1) / kMost;
+    constexpr int64_t kMostInputs = kFormat<E> == HR_BF16 ? 2 * kTileInputs : kTileInputs;
+    const int64_t num_tiles = num_passes == 1 ? 1 : (op.num_inputs + kMostInputs - 1) / kMostInputs;
+    const int64_t tile = ((op.num_inputs + num_tiles - 1) / num_tiles + 31) / 32 * 32;
     for (int64_t k = 0; k < op.num_inputs; k += tile) {
         const int64_t num_inputs = k + tile < op.num_inputs ? tile : op.num_inputs - k;
         const E* w = weight + k * kBlockRows;
-        const E* next = k + tile < op.num_inputs ? w + tile * kBlockRows : weight + B * stride;
+        const E* next = k + tile < op.num_inputs ? w + tile * kBlockRows : weight + B * size;
         const bool is_widened = kFormat<E> == HR_F16 && num_passes >= kWidenFromPasses;
         if constexpr (kFormat<E> == HR_F16) {
             for (int b = 0; is_widened && b < B; ++b)
-                widen(w + b * stride, num_inputs * kBlockRows, wide + b * kTileInputs * kBlockRows);
+                widen(w + b * size, num_inputs * kBlockRows, wide + b * kTileInputs * kBlockRows);
         }
         for (int64_t pass = 0; pass < num_passes; ++pass) {
-            const Range rows = share(num_rows, (int)pass, (int)num_passes);
+            const int64_t last = (pass + 1) * kMost;
+            const Range rows = {pass * kMost, last < num_rows ? last : num_rows};
             const E* fetched = next + num_inputs * kBlockRows * pass / num_passes;
             const Ahead ahead = num_passes == 1
-                                    ? own_weights(w, stride, kStepBytes)
-                                    : Ahead{{(const char*)fetched, (const char*)(fetched + stride)},
+                                    ? own_weights(w, size, kStepBytes)
+                                    : Ahead{{(const char*)fetched, (const char*)(fetched + size)},
                                             kStepBytes / num_passes};
             const auto multiply_by = [&](const auto* weights, int64_t weights_stride) {
                 multiply_rows<B>((int)(rows.to - rows.from), x.data + rows.from * x.stride + k,
@@ -167,7 +171,7 @@ inline void multiply_blocks(const hr_op& op, const hr_step& step, const Rows<X>&
                     continue;
                 }
             }
-            multiply_by(w, stride);
+            multiply_by(w, size);
         }
     }
     for (int64_t row = 0; row < num_rows; ++row)
@@ -187,17 +191,20 @@ inline void multiply_matrix(const hr_op& op, const hr_step& step, const Rows<E>&
         const E* first = x.data + row * x.stride;
         Rows<typename FloatProduct<E>::Input> some;
         if constexpr (kFormat<E> == HR_F16) {
-            some = {scratch, op.num_inputs};
+            some = {scratch, row_stride(op.num_inputs, 4)};
             for (int64_t r = 0; r < num_rows; ++r)
-                widen(first + r * x.stride, op.num_inputs, scratch + r * op.num_inputs);
+                widen(first + r * x.stride, op.num_inputs, scratch + r * some.stride);
         } else {
             some = {first, x.stride};
         }
-        float* wide = scratch + num_rows * op.num_inputs;
+        float* wide = scratch + num_rows * row_stride(op.num_inputs, 4);
+        const bool is_paired = num_rows <= kMaxRows ||
+                               (num_rows > kMaxRowsAlone<E> && num_rows < kManyRows<E>);
         int64_t block = blocks.from;
-        for (; block + 2 <= blocks.to; block += 2)
+        for (; is_paired && block + 2 <= blocks.to; block += 2)
             multiply_blocks<2, E>(op, step, some, row, num_rows, block, wide);
-        if (block < blocks.to) multiply_blocks<1, E>(op, step, some, row, num_rows, block, wide);
+        for (; block < blocks.to; ++block)
+            multiply_blocks<1, E>(op, step, some, row, num_rows, block, wide);
     }
 }
 
@@ -206,7 +213,8 @@ template <typename E>
 inline void run_product(const Work& work, const hr_op& op, const Rows<E>& x, int thread,
                         int num_threads) {
     const Range blocks = share((op.num_outputs + kBlockRows - 1) / kBlockRows, thread, num_threads);
-    char* scratch = work.scratch + thread * work.scratch_bytes + kNormedBytes;
+    char* scratch = work.scratch + thread * work.scratch_bytes +
+                    normed_bytes(op, work.step->num_tokens, sizeof(E));
 #if HR_HAS_AMX
     if constexpr (kFormat<E> == HR_BF16) {
         const hr_step& step = *work.step;

@@ -11,10 +11,11 @@ template <typename E>
 inline Rows<E> product_input(const Work& work, const hr_op& op, int thread, int num_threads) {
     const hr_step& step = *work.step;
     if (op.norm == nullptr) return {row_of<E>(step, op.input, 0), step.strides[op.input]};
-    if (step.num_tokens * op.num_inputs <= kNormAlone) {
+    if (normed_bytes(op, step.num_tokens, sizeof(E)) > 0) {
         E* out = (E*)(work.scratch + thread * work.scratch_bytes);
-        run_norm(op, step, {0, step.num_tokens}, false, out, op.num_inputs);
-        return {out, op.num_inputs};
+        const int64_t stride = row_stride(op.num_inputs, sizeof(E));
+        run_norm(op, step, {0, step.num_tokens}, false, out, stride);
+        return {out, stride};
     }
     E* out = row_of<E>(step, op.normed, 0);
     const int64_t stride = step.strides[op.normed];

@@ -9,8 +9,8 @@ constexpr int64_t kBlockRows = 32;  // of a packed matrix
 // Up to this many elements every thread normalizes all rows for itself, which is cheaper than
 // meeting the others.
 constexpr int64_t kNormAlone = 1 << 16;
-// A product takes this many rows at a time, and this many inputs of them if they are more than one
-// pass over the weights multiplies: about what the second-level cache holds.
+// A product takes this many rows at a time and, if they need more than one pass over the weights,
+// at most this many inputs, in bf16 twice as many: what the second-level cache holds.
 constexpr int64_t kRowsTogether = 96;
 constexpr int64_t kTileInputs = 512;
 // Rows of x that one pass of a product by tiles takes, and blocks of 32 outputs whose sums wait at
@@ -25,21 +25,32 @@ constexpr int64_t kQuantizeAlone = 1 << 14;
 // Of rows and float matrices.
 inline int64_t format_bytes(int32_t format) { return format == HR_F32 ? 4 : 2; }
 
-// Of one block of a packed matrix. BF16 lies in pairs of k, padded with zeros to whole tiles of AMX.
+// Of one block of a packed float matrix. BF16 is padded with zeros to the 32 k of AMX's tiles.
 inline int64_t block_bytes(int32_t format, int64_t num_inputs) {
     const int64_t inputs = format == HR_BF16 ? (num_inputs + 31) / 32 * 32 : num_inputs;
     return inputs * kBlockRows * format_bytes(format);
 }
 
+// Elements from row to row, at least `size`, for rows in scratch memory: an odd number of cache
+// lines, so that several rows do not compete for the same places of the first-level cache.
+inline int64_t row_stride(int64_t size, int64_t element_bytes) {
+    const int64_t per_line = 64 / element_bytes;
+    return ((size + per_line - 1) / per_line | 1) * per_line;
+}
+
 // What one thread's scratch memory holds during a product: first the rows that it has normalized,
 // then, for f16, rows and weights as floats.
-constexpr int64_t kNormedBytes = kNormAlone * 4;
+inline int64_t normed_bytes(const hr_op& op, int64_t num_tokens, int64_t element_bytes) {
+    if (op.norm == nullptr || num_tokens * op.num_inputs > kNormAlone) return 0;
+    return num_tokens * row_stride(op.num_inputs, element_bytes) * element_bytes;
+}
 
-inline int64_t product_scratch_bytes(const hr_op& op, int64_t num_tokens) {
-    if (op.format == HR_BF16) return kNormedBytes + kTileSumsBytes;
-    if (op.format == HR_F32) return kNormedBytes;
-    const int64_t rows = num_tokens < kRowsTogether ? num_tokens : kRowsTogether;
-    return kNormedBytes + (rows * op.num_inputs + 2 * kBlockRows * kTileInputs) * 4;
+inline int64_t product_scratch_bytes(const hr_op& op, const hr_step& step) {
+    const int64_t normed = normed_bytes(op, step.num_tokens, format_bytes(step.format));
+    if (op.format == HR_BF16) return normed + kTileSumsBytes;
+    if (op.format == HR_F32) return normed;
+    const int64_t rows = step.num_tokens < kRowsTogether ? step.num_tokens : kRowsTogether;
+    return normed + (rows * row_stride(op.num_inputs, 4) + 2 * kBlockRows * kTileInputs) * 4;
 }
 
 struct Work {

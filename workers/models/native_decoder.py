@@ -42,7 +42,7 @@ _MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attentio
 # Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream.
 _RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS = range(7)
 _MIN_ROWS = 16
-_ALIGNMENT = 64  # bytes, of a packed matrix
+_CACHE_LINE = 64  # bytes; packed matrices begin at one
 
 
 def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
@@ -240,7 +240,7 @@ class NativeDecoder(Decoder):
 
     def _matrix_bytes(self, module: PackedLinear | Embedding, format: Format, num_rows: int) -> int:
         num_bytes = self.kernels.packed_bytes(format, num_rows, module.weight.shape[1])
-        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
 
     def _plan_layers(self, kv_cache: KVCache) -> list[Op]:
         ops: list[Op] = []
@@ -282,9 +282,14 @@ class NativeDecoder(Decoder):
         if self.config.post_norms:
             widths[_BRANCH] = hidden
         return {
-            number: torch.empty(num_rows, width, dtype=self.dtype)
+            number: torch.empty(num_rows, self._row_stride(width), dtype=self.dtype)[:, :width]
             for number, width in widths.items()
         }
+
+    def _row_stride(self, width: int) -> int:
+        """An odd number of cache lines: several rows compete for no place of a cache."""
+        per_line = _CACHE_LINE // self.dtype.itemsize
+        return (-(-width // per_line) | 1) * per_line
 
 
 def _products(
