@@ -123,6 +123,4 @@ def extensions() -> list[Extension]:
     return [Extension(MODULE, sources, depends=headers, optional=True)]
 
 
-setup(
-    ext_modules=extensions(), cmdclass={"build_ext": BuildNative, "bdist_wheel": NativeWheel}
-)
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative, "bdist_wheel": NativeWheel})

@@ -11,6 +11,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+QuantizationMethod = Literal["none", "gguf", "int8_per_channel_weight_only"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ModelConfig:
     weight_version: str = "default"
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     renderer_num_workers: int = 1  # threads that tokenize and render templates
+    quantization: QuantizationMethod = "none"  # how weights are kept; see `quantization.py`
 
     @property
     def served_model_name(self) -> str:

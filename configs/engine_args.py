@@ -47,6 +47,7 @@ from headrace.configs.hardware import cpu_facts
 from headrace.configs.model_files.model_info import ModelInfo, read_model_info
 from headrace.configs.model_files.resolve import resolve_model
 from headrace.configs.options import add_options, check_options, normalized, option
+from headrace.configs.quantization import check_quantization, resolve_quantization
 from headrace.configs.sampling_sources import resolve_sampling_defaults
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class _Resolver:
         args = self._args
         self._scheduler_config()
         self._profiler_config()
+        check_quantization(args.quantization, DTYPES.get(args.dtype))
         if args.enable_chunked_prefill is False:
             raise ConfigurationError(
                 "enable_chunked_prefill=False is refused: there is no separate prefill phase, a "
@@ -227,12 +229,23 @@ class _Resolver:
 
     def _check_format(self, path: Path) -> None:
         """The format that the arguments name must be the one of the files."""
-        args, is_gguf = self._args, path.suffix == ".gguf"
-        named = {"load_format": args.load_format, "quantization": args.quantization}
-        for name, value in named.items():
-            if value not in (None, "auto", "dummy") and is_gguf != (value == "gguf"):
-                found = "a GGUF file" if is_gguf else "a directory of safetensors"
-                raise ConfigurationError(f"{name} {value} does not go with {path}, {found}")
+        args, is_gguf = self._args, _is_gguf(path)
+        found = "a GGUF file" if is_gguf else "a directory of safetensors"
+        if args.load_format not in ("auto", "dummy") and is_gguf != (args.load_format == "gguf"):
+            raise ConfigurationError(
+                f"load_format {args.load_format} does not go with {path}, {found}"
+            )
+        if check_quantization(args.quantization, None) != "gguf":
+            return
+        if not is_gguf:
+            raise ConfigurationError(
+                f"quantization gguf does not go with {path}, {found}; int8 quantizes any model"
+            )
+        if args.load_format == "dummy":
+            raise ConfigurationError(
+                "quantization gguf does not go with load_format dummy: random weights are not "
+                "stored anywhere. Give quantization int8 or none"
+            )
 
     def _model_config(self, path: Path, info: ModelInfo) -> ModelConfig:
         args = self._args
@@ -241,6 +254,12 @@ class _Resolver:
             info, args.generation_config, args.override_generation_config
         )
         extra_eos = {*info.extra_eos_token_ids, *defaults.eos_token_ids} - {info.eos_token_id}
+        quantization, dtype = resolve_quantization(
+            args.quantization,
+            DTYPES.get(args.dtype),
+            cpu_facts().preferred_dtype,
+            is_stored=_is_gguf(path) and args.load_format != "dummy",
+        )
         return ModelConfig(
             model=args.model,
             path=str(path),
@@ -248,7 +267,7 @@ class _Resolver:
             served_model_names=(names,) if isinstance(names, str) else tuple(names),
             architecture=info.architecture,
             hf_config=info.hf_config,
-            dtype=cpu_facts().preferred_dtype if args.dtype == "auto" else DTYPES[args.dtype],
+            dtype=dtype,
             max_model_len=self._max_model_len(info),
             vocab_size=info.vocab_size,
             eos_token_id=info.eos_token_id,
@@ -261,6 +280,7 @@ class _Resolver:
             seed=args.seed,
             skip_tokenizer_init=args.skip_tokenizer_init,
             renderer_num_workers=args.renderer_num_workers,
+            quantization=quantization,
         )
 
     def _max_model_len(self, info: ModelInfo) -> int:
@@ -325,3 +345,7 @@ class _Resolver:
                 f"and the profiler must be torch; got {profiler!r} and {directory!r}"
             )
         return ProfilerConfig(str(Path(directory).expanduser().absolute()))
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf"

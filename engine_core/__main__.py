@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
 
     sockets = SocketThread(args.socket, args.epoch)
     try:
+        from headrace.configs.garbage import settle_garbage_collector
         from headrace.engine_core.startup import start_server
         from headrace.executors.uniproc import preload
 
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
         server = start_server(sockets, PROCESS_ENTRY, imported=time.time())
         if server is None:
             return 1
-        gc.freeze()
+        settle_garbage_collector()
         gc.enable()
         server.run()
     finally:

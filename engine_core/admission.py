@@ -138,7 +138,9 @@ class Admission:
         self._config = config.scheduler_config
         self._clock = clock
         model = config.model_config
-        self._model_identity = repr((model.path, model.dtype, model.weight_version))
+        self._model_identity = repr(
+            (model.path, model.dtype, model.quantization, model.weight_version)
+        )
         self._num_seen = 0
         self._limits = AdmissionLimits(
             vocab_size=model.vocab_size,

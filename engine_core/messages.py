@@ -120,7 +120,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 class EngineStats(msgspec.Struct, array_like=True):
     """State of the scheduler after a step; counters are since the start of the engine core."""
 
-    step: int = 0
+    step: int = 0  # steps that had tokens
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0

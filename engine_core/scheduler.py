@@ -72,6 +72,7 @@ class Scheduler:
         self._in_flight: dict[int, list[_InFlight]] = {}  # step number -> its choices
         self._failures: list[EngineCoreOutput] = []  # of choices that no step could be made for
         self._num_choices = 0
+        self._num_steps = 0
         self._num_accounting_errors = 0
         self._num_corrupted = 0
         self._num_computed_prompt_tokens = 0
@@ -128,7 +129,7 @@ class Scheduler:
         """The state now; a fresh object."""
         num_running = self._planner.num_running
         return EngineStats(
-            step=self._orders.last_step,
+            step=self._num_steps,
             num_running=num_running,
             num_waiting=self._num_choices - num_running,
             num_free_blocks=self._kv.num_free_blocks,
@@ -206,6 +207,7 @@ class Scheduler:
             else:
                 records.append(self._advance(choice, count))
         if records:
+            self._num_steps += 1
             self._in_flight[step.step] = records
         self._orders.end(step)
         return step

@@ -41,11 +41,12 @@ IDLE_CHECK_S = 1.0  # how long the loop waits for work before it looks at the bl
 class SocketThread:
     """Owns the ROUTER socket.
 
-    `incoming` yields (client, message); `send` may be called by one other thread.
+    `incoming` yields (client, message), None in place of a message when the client is gone; `send`
+    may be called by one other thread.
     """
 
     def __init__(self, socket_path: Path, epoch: int) -> None:
-        self.incoming: queue.SimpleQueue[tuple[Identity, ToCore]] = queue.SimpleQueue()
+        self.incoming: queue.SimpleQueue[tuple[Identity, ToCore | None]] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._codec = Codec(epoch)
         self._outgoing: deque[tuple[Identity, FromCore] | None] = deque()
@@ -108,6 +109,7 @@ class SocketThread:
             self._router.send_multipart([client, *self._codec.encode(message)])
         except zmq.ZMQError as error:
             logger.warning("a client is gone: %s", error)
+            self.incoming.put((client, None))
         except Exception:  # a message that cannot be written must not end the thread
             logger.exception("a %s could not be sent", type(message).__name__)
         return True
@@ -151,7 +153,10 @@ class EngineCoreServer:
                 continue
             self._handle(client, message)
 
-    def _handle(self, client: Identity, message: ToCore) -> None:
+    def _handle(self, client: Identity, message: ToCore | None) -> None:
+        if message is None:
+            self._forget(client)
+            return
         self._clients.add(client)
         match message:
             case EngineCoreRequest():
@@ -167,6 +172,13 @@ class EngineCoreServer:
                 self._stopping = True
             case Hello():
                 logger.warning("a second Hello was ignored")
+
+    def _forget(self, client: Identity) -> None:
+        """Nobody takes what is sent to this client: its requests end, too."""
+        self._clients.discard(client)
+        for request_id in [name for name, owner in self._owners.items() if owner == client]:
+            del self._owners[request_id], self._open_choices[request_id]
+            self._core.abort(request_id, None)
 
     def _add_request(self, client: Identity, request: EngineCoreRequest) -> None:
         indexes = {choice.index for choice in request.choices}

@@ -16,6 +16,7 @@ from headrace.configs.config import ModelConfig, SchedulingPolicy
 from headrace.configs.errors import InvalidRequestError, UnsupportedFeatureError
 from headrace.configs.sampling_params import WHOLE_VOCABULARY, SamplingParams, WordEncoder
 from headrace.engine_core.messages import ChoiceState, EngineCoreRequest, Ready
+from headrace.frontend.render_params import TOO_LONG
 
 _UNSUPPORTED = ("logits_processors", "guided_decoding")
 
@@ -103,7 +104,7 @@ class Admission:
                 f"the prompt has {length} tokens and the context length is "
                 f"{self._model.max_model_len}, which leaves no room for one output token; "
                 "shorten the prompt",
-                "prompt",
+                TOO_LONG,
             )
         if length >= self._pool_tokens:
             raise InvalidRequestError(
@@ -111,7 +112,7 @@ class Admission:
                 f"the KV cache holds {self._pool_tokens} (context length "
                 f"{self._model.max_model_len}); shorten the prompt or start with a larger "
                 "--kv-cache-memory",
-                "prompt",
+                TOO_LONG,
             )
 
     def _resolve(

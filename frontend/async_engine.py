@@ -174,7 +174,11 @@ class AsyncEngine(EngineAttributes):
                 finished = item.finished
                 yield item
         finally:
-            self._release(stream.request_id)
+            self.release(stream)
+
+    def release(self, stream: OutputStream) -> None:
+        """Nobody reads a stream any more: its request is aborted if it still runs."""
+        self._release(stream.request_id)
 
     def abort(self, request_id: str) -> int:
         """Abort every request of that label; their streams raise RequestAbortedError.

@@ -31,6 +31,8 @@ class TextPieces:
     def join(self, start: int, stop: int) -> str:
         """The text of pieces `start` to `stop`; what starts at 0 is joined only once."""
         if start:
+            if stop - start == 1:
+                return self._pieces[start]
             return "".join(self._pieces[start:stop])
         if stop < self._num_joined:
             return "".join(self._pieces[:stop])
@@ -61,12 +63,13 @@ class CompletionView(CompletionOutput):
         index: int,
         content: ChoiceContent,
         start: tuple[int, int],
+        stop: tuple[int, int],
         cumulative_logprob: float | None,
         finish_reason: str | None,
         stop_reason: int | str | None,
         is_delta: bool,
     ) -> None:
-        """`start`: the `ChoiceContent.size()` at which the range begins; it ends now."""
+        """`start`, `stop`: the `ChoiceContent.size()` at which the range begins and ends."""
         self.index = index
         self.cumulative_logprob = cumulative_logprob
         self.finish_reason = finish_reason
@@ -74,13 +77,23 @@ class CompletionView(CompletionOutput):
         self.lora_request = None
         self._content = content
         self._start = start
-        self._stop = content.size()
+        self._stop = stop
         self._is_delta = is_delta
         self._read: dict[str, Any] = {}  # field -> value that was handed out, or set
 
     @property
+    def num_tokens(self) -> int:
+        """The length of `token_ids`, which is not copied for it."""
+        ids = self._read.get("token_ids")
+        return self._stop[0] - self._start[0] if ids is None else len(ids)
+
+    @property
     def text(self) -> str:
-        return self._field("text", lambda: self._content.text.join(self._start[1], self._stop[1]))
+        text: str | None = self._read.get("text")
+        if text is None:
+            text = self._content.text.join(self._start[1], self._stop[1])
+            self._read["text"] = text
+        return text
 
     @text.setter
     def text(self, value: str) -> None:

@@ -20,7 +20,7 @@ from headrace.frontend.stats import FinishedRequest, IterationStats
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(slots=True)
 class Processed:
     """What one step meant for a request: an output or a failure; choices to abort in the core."""
 
@@ -73,14 +73,22 @@ class OutputProcessor:
         self._dropped = []
         changed: dict[str, set[int]] = {}
         results: dict[str, Processed] = {}
+        states = self._states
         for output in message.outputs:
-            state = self._states.get(output.request_id)
-            if state is not None:
-                result = results.setdefault(output.request_id, Processed(state.label))
-                if self._push(state, output, result, iteration):
-                    changed.setdefault(output.request_id, set()).add(output.index)
+            request_id = output.request_id
+            state = states.get(request_id)
+            if state is None:
+                continue
+            result = results.get(request_id)
+            if result is None:
+                result = results[request_id] = Processed(state.label)
+            if self._push(state, output, result, iteration):
+                if request_id in changed:
+                    changed[request_id].add(output.index)
+                else:
+                    changed[request_id] = {output.index}
         for request_id, indexes in changed.items():
-            state = self._states.get(request_id)
+            state = states.get(request_id)
             if state is None:
                 continue
             results[request_id].output = state.output(indexes)

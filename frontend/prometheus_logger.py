@@ -24,6 +24,7 @@ from headrace.frontend.stats import FinishedRequest, StatLoggerBase, Stats
 PREFIX = "headrace:"
 LABELS = ("model_name", "engine")
 ENGINE_RANK = "0"
+MODEL_SETTINGS = ("dtype", "quantization", "max_model_len")
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 LATENCY_BUCKETS = (
@@ -212,6 +213,7 @@ class PrometheusStatLogger(StatLoggerBase):
         waiting.add_metric((*self._labels, "deferred"), 0)
         yield waiting
         yield self._cache_config_info()
+        yield self._model_config_info()
 
     def _cache_config_info(self) -> Metric:
         """A constant 1 whose labels are the settings of the KV cache."""
@@ -223,6 +225,16 @@ class PrometheusStatLogger(StatLoggerBase):
             PREFIX + "cache_config_info", "settings of the KV cache", labels=("engine", *labels)
         )
         family.add_metric((ENGINE_RANK, *labels.values()), 1)
+        return family
+
+    def _model_config_info(self) -> Metric:
+        """A constant 1 whose labels say how the model is computed."""
+        model = self._config.model_config
+        labels = {name: str(getattr(model, name)) for name in MODEL_SETTINGS}
+        family = GaugeMetricFamily(
+            PREFIX + "model_config_info", "how the model is computed", labels=(*LABELS, *labels)
+        )
+        family.add_metric((*self._labels, *labels.values()), 1)
         return family
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:

@@ -10,6 +10,7 @@ from headrace.configs.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
+TOO_LONG = "input_tokens"  # the parameter at fault where a prompt has too many tokens
 ContentFormat = Literal["auto", "string", "openai"]
 
 
@@ -108,7 +109,7 @@ class TokenizeParams:
                 raise InvalidRequestError(
                     f"the prompt has {len(text)} characters, but {limit} input tokens "
                     f"({self._sizes()}) hold at most {longest}; shorten the prompt",
-                    "prompt",
+                    TOO_LONG,
                 )
         return text.lower() if self.do_lower_case else text
 
@@ -131,7 +132,7 @@ class TokenizeParams:
             raise InvalidRequestError(
                 f"the prompt has {len(ids)} tokens, but at most {most} fit ({self._sizes()}); "
                 "shorten the prompt",
-                "prompt",
+                TOO_LONG,
             )
         return ids
 

@@ -41,7 +41,10 @@ class Choice:
         """
         known = self.content.token_ids
         num_before = len(known)
-        tokens, logprobs = _unseen(output, known)
+        if output.start == num_before:
+            tokens, logprobs = output.new_token_ids, output.logprobs
+        else:
+            tokens, logprobs = _unseen(output, known)
         hides_last = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         for i, token in enumerate(tokens):
@@ -83,11 +86,13 @@ class Choice:
     def snapshot(self, kind: RequestOutputKind) -> CompletionOutput:
         """The output so far, or what is new since the last snapshot."""
         is_delta = kind is RequestOutputKind.DELTA
-        start, self._sent = self._sent if is_delta else (0, 0), self.content.size()
+        stop = self.content.size()
+        start, self._sent = self._sent if is_delta else (0, 0), stop
         logprob = self.cumulative_logprob if self._params.returns_logprobs else None
         return CompletionView(
-            self.index, self.content, start, logprob, self.finish_reason, self.stop_reason, is_delta
-        )
+            self.index, self.content, start, stop, logprob, self.finish_reason, self.stop_reason,
+            is_delta,
+        )  # fmt: skip
 
 
 class RequestState:
@@ -141,8 +146,8 @@ class RequestState:
             self._note_tokens(choice, num_new, iteration)
         if choice.finish_reason is not None:
             self._open.discard(output.index)
-        if self.finished:
-            self.metrics.finished_time = iteration.now
+            if self.finished:
+                self.metrics.finished_time = iteration.now
         return num_new > 0 or choice.finish_reason is not None, must_abort
 
     def _note_start(self, output: EngineCoreOutput) -> None:
@@ -150,7 +155,8 @@ class RequestState:
         if scheduled is not None and self.metrics.first_scheduled_time is None:
             self.metrics.first_scheduled_time = scheduled
             self.metrics.time_in_queue = scheduled - self.metrics.arrival_time
-        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.num_cached_tokens > self._num_cached_tokens:
+            self._num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
             known = self._prompt_logprobs
             overlap = len(known) - output.prompt_logprobs_start
@@ -181,7 +187,8 @@ class RequestState:
         shown = [c for c in self.choices if c.index in changed] if is_delta else self.choices
         outputs = [choice.snapshot(self._kind) for choice in shown]
         with_prompt = not (is_delta and self._sent_prompt)
-        self._sent_prompt = self._sent_prompt or any(c.content.token_ids for c in self.choices)
+        if not self._sent_prompt:
+            self._sent_prompt = any(c.content.token_ids for c in self.choices)
         return RequestOutput(
             request_id=self.label,
             prompt=self._prompt if with_prompt else None,

@@ -24,4 +24,4 @@ CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
     "$bin/pytest" -q -p no:cacheprovider -m "not slow" tests/kernels/test_native_products.py \
     tests/kernels/test_native_amx.py tests/kernels/test_native_choice.py \
     tests/kernels/test_native_attention.py tests/kernels/test_native_rows.py \
-    tests/workers/test_native_decoder.py "$@"
+    tests/kernels/test_native_quantized.py tests/workers/test_native_decoder.py "$@"

@@ -52,8 +52,8 @@ def plan_memory(
     left = available - num_weight_bytes - activations
     if left <= 0:
         raise InsufficientMemoryError(
-            f"the weights need {_mib(num_weight_bytes)} in {config.model_config.dtype} and a step "
-            f"needs {_mib(activations)}, but {_mib(available)} of memory are available: "
+            f"the weights need {_mib(num_weight_bytes)} {_kept_in(config)} and a step needs "
+            f"{_mib(activations)}, but {_mib(available)} of memory are available: "
             f"{_mib(-left)} short. {_smaller_model_hint(config, num_weight_bytes, available)}"
         )
     smallest = spec.block_bytes * (len(spec.groups) + 1)  # one block per group and the null block
@@ -105,6 +105,14 @@ def _activation_bytes(config: EngineConfig, decoder: DecoderConfig) -> int:
     logits = scheduler.max_num_seqs * decoder.vocab_size * _LOGITS_COPIES
     scores = SCORE_ROWS * decoder.vocab_size * SCORE_COPIES
     return (tokens + logits + scores) * _WIDE_BYTES
+
+
+def _kept_in(config: EngineConfig) -> str:
+    model = config.model_config
+    is_quantized = model.quantization != "none"
+    return f"in {model.dtype}" + (
+        f" with quantization {model.quantization}" if is_quantized else ""
+    )
 
 
 def _smaller_model_hint(config: EngineConfig, num_weight_bytes: int, available: int) -> str:

@@ -1,15 +1,16 @@
 """Read weights tensor by tensor, in the names and layout of transformers, from either format."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.configs.errors import ModelFileError
-from headrace.configs.model_files.gguf import GGUFFile
+from headrace.configs.model_files.gguf import GGUFFile, GGUFTensor
 from headrace.configs.model_files.gguf_config import gguf_weights, hf_config_from_gguf
 from headrace.configs.model_files.hf_config import normalize_hf_config
 from headrace.configs.model_files.safetensors_index import (
@@ -18,7 +19,10 @@ from headrace.configs.model_files.safetensors_index import (
     read_safetensors_index,
 )
 from headrace.configs.model_files.weight_layout import WeightSpec, weight_layout
-from headrace.kernels.dequantize import dequantize
+from headrace.kernels.dequantize import StoredMatrix, dequantize
+from headrace.kernels.quantize import dequantize_rows, quantize_rows
+
+Weight = tuple[str, Tensor | StoredMatrix]
 
 # Buffers that older checkpoints saved beside the weights; they follow from the config.
 _SAVED_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
@@ -26,9 +30,15 @@ _TIED_HEAD = "lm_head.weight"
 
 
 def iter_weights(
-    path: str | Path, hf_config: Mapping[str, Any], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+    path: str | Path,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    as_stored: Container[str] = (),
+) -> Iterator[Weight]:
     """Yield (name, CPU tensor in `dtype`) for every weight of the model at `path`.
+
+    The matrices `as_stored` come as they are in the file instead: as `StoredMatrix` from GGUF, as
+    tensors of their own dtype from safetensors.
 
     `path` is a `.gguf` file or a directory with safetensors; names and shapes are those of
     transformers (`model.layers.0.self_attn.q_proj.weight`, [out, in]). A tied head is not yielded.
@@ -39,18 +49,57 @@ def iter_weights(
     path = Path(path)
     if path.is_dir():
         config = normalize_hf_config(hf_config, str(path))
-        yield from _iter_safetensors(path, weight_layout(config), dtype)
+        yield from _iter_safetensors(path, weight_layout(config), dtype, as_stored)
     else:
-        yield from _iter_gguf(path, dtype)
+        yield from _iter_gguf(path, dtype, as_stored)
 
 
-def _iter_gguf(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stored_types(path: str | Path) -> dict[str, str]:
+    """The element types of the matrices in the GGUF file `path`, by their names in transformers.
+
+    Reads the header alone. Raises `ModelFileError` as `iter_weights` does.
+    """
+    with GGUFFile.open(path) as file:
+        weights = gguf_weights(file, hf_config_from_gguf(file))
+    return {spec.name: tensor.type_name for spec, tensor in weights if len(spec.shape) == 2}
+
+
+def rounded_to_int8(
+    weights: Iterable[Weight], names: Container[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights`, of which the matrices `names` go through 8 bits, with a scale per row.
+
+    They come in `dtype`, with the values that a matrix packed in 8 bits has.
+    """
+    for name, weight in weights:
+        if name not in names:
+            assert isinstance(weight, Tensor)
+            yield name, weight
+            continue
+        out = torch.empty(weight.shape, dtype=dtype)
+        chunks = [(0, weight)] if isinstance(weight, Tensor) else weight.chunks(torch.float32)
+        for start, rows in chunks:
+            out[start : start + rows.shape[0]] = dequantize_rows(*quantize_rows(rows), dtype)
+        yield name, out
+
+
+def _iter_gguf(path: Path, dtype: torch.dtype, as_stored: Container[str]) -> Iterator[Weight]:
     with GGUFFile.open(path) as file:
         for spec, tensor in gguf_weights(file, hf_config_from_gguf(file)):
+            if spec.name in as_stored:
+                yield spec.name, _stored_matrix(file, spec, tensor)
+                continue
             # Norms lose their 1 in fp32, before rounding.
             read_dtype = torch.float32 if spec.transform == "minus_one" else dtype
             weight = dequantize(file.data(tensor), tensor.type_name, tensor.shape, read_dtype)
             yield spec.name, _to_transformers_layout(weight, spec).to(dtype)
+
+
+def _stored_matrix(file: GGUFFile, spec: WeightSpec, tensor: GGUFTensor) -> StoredMatrix:
+    num_rows, num_inputs = spec.shape
+    rows = np.frombuffer(file.data(tensor), np.uint8).reshape(num_rows, -1)
+    matrix = StoredMatrix(tensor.type_name, (num_rows, num_inputs), rows)
+    return matrix.unpermuted(spec.num_heads) if spec.transform == "unpermute" else matrix
 
 
 def _to_transformers_layout(weight: Tensor, spec: WeightSpec) -> Tensor:
@@ -64,7 +113,10 @@ def _to_transformers_layout(weight: Tensor, spec: WeightSpec) -> Tensor:
 
 
 def _iter_safetensors(
-    directory: Path, layout: Mapping[str, WeightSpec], dtype: torch.dtype
+    directory: Path,
+    layout: Mapping[str, WeightSpec],
+    dtype: torch.dtype,
+    as_stored: Container[str],
 ) -> Iterator[tuple[str, Tensor]]:
     stored = read_safetensors_index(directory)
     names = _checked_names(directory, stored, layout)
@@ -74,7 +126,8 @@ def _iter_safetensors(
             with safe_open(path, framework="pt") as opened:
                 for name in names:
                     if stored[name].file == path:
-                        yield name, opened.get_tensor(name).to(dtype)
+                        tensor = opened.get_tensor(name)
+                        yield name, tensor if name in as_stored else tensor.to(dtype)
         except (SafetensorError, OSError) as error:
             raise corrupt_file(path, error) from error
 

@@ -11,6 +11,7 @@ import torch
 from headrace.configs import environment
 from headrace.configs.config import EngineConfig
 from headrace.configs.hardware import CpuFacts, cpu_facts
+from headrace.configs.quantization import INT8
 from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.native import NativeKernels, load_kernels
 from headrace.workers.kv_cache import KVCache, make_kv_cache_spec
@@ -28,7 +29,8 @@ from headrace.workers.protocol import (
 )
 from headrace.workers.random_weights import random_weights
 from headrace.workers.remote_calls import RemoteCalls
-from headrace.workers.weight_loader import iter_weights
+from headrace.workers.weight_formats import WeightFormats
+from headrace.workers.weight_loader import Weight, iter_weights, rounded_to_int8, stored_types
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class Worker(RemoteCalls):
                 dtype,
                 model_config.path,
                 self._kernels,
+                self._weight_formats(),
             )
             self._log_kernels(model)
             attention = model.config.attention
@@ -109,10 +112,7 @@ class Worker(RemoteCalls):
             model.allocate(model_config.max_model_len)
             self._kv_cache = KVCache(spec, self._budget.num_blocks, dtype)
         with self._timed("load weights"), torch.inference_mode():
-            path, hf_config = model_config.path, model_config.hf_config
-            is_dummy = self.config.load_config.load_format == "dummy"
-            source = random_weights if is_dummy else iter_weights
-            load_weights(model, source(path, hf_config, dtype), path)
+            load_weights(model, self._weights(model), model_config.path)
         self._model = model
 
     def init_kv_cache(self) -> WorkerInfo:
@@ -134,6 +134,25 @@ class Worker(RemoteCalls):
             num_threads=torch.get_num_threads(),
         )
 
+    def _weight_formats(self) -> WeightFormats:
+        config = self.config.model_config
+        is_stored = config.quantization == "gguf"
+        return WeightFormats(config.quantization, stored_types(config.path) if is_stored else {})
+
+    def _weights(self, model: Decoder) -> Iterator[Weight]:
+        """What the model's slots take; rounded as if quantized where there is no kernel for it."""
+        config = self.config.model_config
+        weights: Iterator[Weight]
+        if self.config.load_config.load_format == "dummy":
+            weights = random_weights(config.path, config.hf_config, model.dtype)
+        else:
+            weights = iter_weights(
+                config.path, config.hf_config, model.dtype, model.stored_matrices
+            )
+        if config.quantization == INT8 and model.kernels is None:
+            return rounded_to_int8(weights, model.stored_matrices, model.dtype)
+        return weights
+
     def _log_kernels(self, model: Decoder) -> None:
         if isinstance(model, NativeDecoder):
             logger.info("CPU kernels: %s", model.kernels.contract)
@@ -142,10 +161,26 @@ class Worker(RemoteCalls):
             logger.info("CPU kernels: torch; the native ones are left out: %s", reason)
         else:
             logger.info("CPU kernels: torch")
+        formats, dtype = model.matrix_formats, self.config.model_config.dtype
+        logger.info("%s", formats.describe(model.num_weight_bytes))
+        if formats.unsupported:
+            logger.info(
+                "%d matrices are kept in %s: there is no kernel for them as they are (%s, ...)",
+                len(formats.unsupported),
+                dtype,
+                formats.unsupported[0],
+            )
+        elif formats.method != "none" and model.kernels is None:
+            logger.info(
+                "quantized weights are dequantized into %s: torch computes with them", dtype
+            )
 
     def _contract_id(self) -> str:
-        """Names the rules of arithmetic: library, type, instruction sets."""
-        library = f"torch-{torch.__version__}-{self.config.model_config.dtype}"
+        """Names the rules of arithmetic: library, type, how weights are kept, instruction sets."""
+        config = self.config.model_config
+        library = f"torch-{torch.__version__}-{config.dtype}"
+        if config.quantization != "none":
+            library += f"-{config.quantization}"
         isa = "+".join(sorted((self._facts or cpu_facts()).isa))
         if isinstance(self._model, NativeDecoder):
             return f"{self._model.kernels.contract}-{library}-{isa}"  # torch edits logits

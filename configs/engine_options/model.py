@@ -52,7 +52,8 @@ class ModelOptions:
     )  # fmt: skip
     trust_remote_code: bool = _later(False, "run code that comes with the checkpoint")
     dtype: str = _option(
-        "auto", "type of weights and activations; auto: bfloat16 where the CPU computes with it",
+        "auto", "type of activations, and of weights that are not quantized; auto: bfloat16 where "
+        "the CPU computes with it",
         choices=DTYPES,
     )  # fmt: skip
     seed: int | None = _option(
@@ -72,9 +73,12 @@ class ModelOptions:
     max_model_len: int | str | None = _option(
         None, "longest prompt plus output, in tokens (default: the model's)", parse=_max_model_len
     )
-    quantization: str | None = _later(
-        None, "how weights are quantized (default: as the checkpoint says)", flags=["-q"],
-        holds=["gguf"], parse=str.lower,
+    quantization: str | None = _option(
+        None, "how weights are kept. gguf: in the blocks of the GGUF file, the default for one "
+        "unless --dtype is given. none: in --dtype, dequantized if need be. "
+        "int8_per_channel_weight_only, or int8: any model's linear layers and output head (with "
+        "the embedding, where they share a weight) are rounded to 8 bits at loading, with a scale "
+        "per row", flags=["-q"], parse=str.lower,
     )  # fmt: skip
     enforce_eager: bool = _later(
         False, "no captured graphs and no compilation; always so on CPUs", holds=[True]

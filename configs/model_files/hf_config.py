@@ -129,8 +129,8 @@ def normalize_hf_config(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     be.
     """
     architecture = _architecture(raw, source)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"]
+    method = raw.get("quantization_config") or raw.get("compression_config")
+    if method:
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
         raise ModelFileError(
             f"{source}: quantization_config ({name}) is not supported. Use an unquantized "

@@ -1,5 +1,6 @@
 """What the answers of completions and chat have in common: whole, or in chunks as they come."""
 
+import secrets
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
@@ -7,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.frontend.admission import RenderedPrompt
+from headrace.frontend.completion_view import CompletionView
 from headrace.frontend.http.call import Call
 from headrace.frontend.http.logprobs import LogprobFormat, Scores
 from headrace.frontend.http.protocol import GenerationBody, StreamOptions
@@ -17,9 +19,12 @@ from headrace.frontend.http.responses import (
     Usage,
 )
 from headrace.frontend.http.sampling import SamplingPlan, effective_params
+from headrace.frontend.http.sse import encode_event
 from headrace.frontend.outputs import CompletionOutput, RequestOutput
 
 DeltaT = TypeVar("DeltaT", bound=msgspec.Struct)
+_PLACE = secrets.token_hex(16)  # stands for a text; nothing else in an event can equal it
+_encode = msgspec.json.Encoder().encode
 
 
 class UsageCounter:
@@ -34,7 +39,10 @@ class UsageCounter:
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Count an output."""
         for choice in output.outputs:
-            self._num_generated += len(choice.token_ids)
+            if isinstance(choice, CompletionView):
+                self._num_generated += choice.num_tokens
+            else:
+                self._num_generated += len(choice.token_ids)
         if output.num_cached_tokens is not None:
             self._num_cached[prompt_index] = output.num_cached_tokens
 
@@ -57,13 +65,21 @@ class UsageReport:
 
     def __init__(self, options: StreamOptions | None, forced: bool) -> None:
         self.at_end = forced or (options is not None and bool(options.include_usage))
-        self._in_chunks = forced or (options is not None and bool(options.continuous_usage_stats))
+        in_chunks = forced or (options is not None and bool(options.continuous_usage_stats))
+        self.is_in_chunks = self.at_end and in_chunks
 
     def in_chunk(self, counter: UsageCounter) -> Usage | UnsetType | None:
         """The `usage` of a chunk: no such key unless the client asked for usage."""
         if not self.at_end:
             return UNSET
-        return counter.usage() if self._in_chunks else None
+        return counter.usage() if self.is_in_chunks else None
+
+
+class TextFrame(msgspec.Struct, frozen=True):
+    """The bytes of an event before and after its text, a JSON string."""
+
+    before: bytes
+    after: bytes
 
 
 class ChunkFrame(msgspec.Struct, frozen=True):
@@ -103,6 +119,8 @@ class Answer(ABC, Generic[DeltaT]):
             room = config.max_model_len - min(len(prompt.token_ids) for prompt in prompts)
             self.effective = effective_params(plan, config, room)
         self._shows_tokens = plan.num_logprobs is not None or self.returns_ids
+        self._is_text_all = not (self._shows_tokens or self.report.is_in_chunks)
+        self._text_frames: dict[int, TextFrame] = {}
         self._prompt_scores: dict[int, list[Scores | None]] = {}
         self._started: set[int] = set()
         self._is_first_chunk = True
@@ -127,6 +145,28 @@ class Answer(ABC, Generic[DeltaT]):
         """Remember the prompt's scores, which come with one output of its request."""
         if output.prompt_logprobs is not None and self.plan.params.prompt_logprobs is not None:
             self._prompt_scores[prompt_index] = output.prompt_logprobs
+
+    def events(self, choice: int, output: CompletionOutput, usage: UsageCounter) -> list[bytes]:
+        """Events for a delta of a choice, encoded; none while its text is held back."""
+        frame = self._text_frames.get(choice)
+        if frame is not None and output.finish_reason is None:
+            text = output.text
+            return [frame.before + _encode(text) + frame.after] if text else []
+        events = [encode_event(chunk) for chunk in self.chunks(choice, output, usage)]
+        if events and self._is_text_all and output.finish_reason is None:
+            self._text_frames[choice] = self._text_frame(choice)
+        return events
+
+    def _text_frame(self, choice: int) -> TextFrame:
+        """What is the same in all further events of a choice but the last one.
+
+        For a stream whose chunks tell of nothing but text.
+        """
+        delta = self.delta(choice, CompletionOutput(choice, _PLACE, [], None, None))
+        usage = None if self.report.at_end else UNSET
+        event = encode_event(self._framed(delta, choice, usage, is_last=False))
+        before, after = event.split(_encode(_PLACE))
+        return TextFrame(before, after)
 
     def chunks(
         self, choice: int, output: CompletionOutput, usage: UsageCounter

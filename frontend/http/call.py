@@ -87,7 +87,8 @@ class Call:
     def fingerprint(self) -> str:
         """Names what answers: version, parallel sizes (all 1 here), weights."""
         config = self.config
-        identity = f"{config.model}\0{config.dtype}\0{config.weight_version}"
+        weights = f"{config.dtype}\0{config.quantization}\0{config.weight_version}"
+        identity = f"{config.model}\0{weights}"
         return f"headrace-{package_version()}-{uuid.uuid5(uuid.NAMESPACE_URL, identity).hex[:8]}"
 
     def priority(self, given: int | None) -> int:

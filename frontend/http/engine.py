@@ -1,6 +1,6 @@
 """What the HTTP API needs of an engine: `AsyncEngine`, or a scripted one in tests."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.configs.config import EngineConfig, ModelConfig
@@ -9,7 +9,7 @@ from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import EngineStats
 from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.async_engine import EngineState
-from headrace.frontend.outputs import RequestOutput
+from headrace.frontend.output_stream import OutputStream
 from headrace.frontend.render_params import ChatParams, TokenizeParams
 from headrace.frontend.stats import StatLoggerBase
 
@@ -64,15 +64,14 @@ class ServingEngine(Protocol):
         """Wait until it is ready. Raises the HeadraceError that says why it cannot start."""
         ...
 
-    def generate(
-        self,
-        prompt: RenderedPrompt,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request; closing the iterator, or cancelling its consumer, aborts it."""
+    def submit(
+        self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> OutputStream:
+        """Begin a request; its outputs come in the stream. Whoever begins one releases it."""
+        ...
+
+    def release(self, stream: OutputStream) -> None:
+        """Nobody reads the stream any more: its request is aborted if it still runs. Idempotent."""
         ...
 
     def progress(self) -> dict[str, float | int]: ...

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from headrace.frontend.http.protocol import GenerationBody
 from headrace.frontend.http.queue_gate import QueueGate
 from headrace.frontend.http.sampling import SamplingPlan, check_cost
 from headrace.frontend.http.sse import DONE, EventStreamResponse, encode_event
+from headrace.frontend.output_stream import OutputStream
 from headrace.frontend.outputs import CompletionOutput, RequestOutput
 
 AnyAnswer = Answer[Any]
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,72 @@ class Generation:
     def usage_counter(self) -> UsageCounter:
         return UsageCounter(self.prompts, self.has_usage_details)
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Outputs]:
-        """(prompt index, output) as they come. What still runs at the end is aborted."""
-        with self.queue.admitted([len(prompt.token_ids) for prompt in self.prompts]):
-            runs = [self._run(index) for index in range(len(self.prompts))]
-            async with contextlib.aclosing(runs[0] if len(runs) == 1 else _merge(runs)) as outputs:
-                yield outputs
 
-    async def _run(self, index: int) -> Outputs:
-        outputs = self.engine.generate(
-            self.prompts[index],
-            self.plan.params,
-            f"{self.response_id}-{index}",
-            priority=self.priority,
+class Run:
+    """The prompts of a request on the engine, side by side, from construction to `close()`."""
+
+    def __init__(self, generation: Generation, on_news: Callable[[], None]) -> None:
+        """`on_news` is called when there is something to take, by whoever brings it.
+
+        Raises RequestRefused and InvalidRequestError, and nothing runs then.
+        """
+        self.num_open = len(generation.prompts)
+        self._keeps_output = generation.plan.keeps_output
+        self._on_news = on_news
+        self._streams: list[OutputStream] = []
+        self._changed: dict[int, None] = {}  # prompts with something to take
+        self._closing = contextlib.ExitStack()
+        try:
+            lengths = [len(prompt.token_ids) for prompt in generation.prompts]
+            self._closing.enter_context(generation.queue.admitted(lengths))
+            for index in range(len(generation.prompts)):
+                self._submit(generation, index)
+        except BaseException:
+            self.close()
+            raise
+
+    def _submit(self, generation: Generation, index: int) -> None:
+        stream = generation.engine.submit(
+            generation.prompts[index],
+            generation.plan.params,
+            f"{generation.response_id}-{index}",
+            priority=generation.priority,
         )
-        async with _closing(outputs):
-            async for output in outputs:
-                if not self.plan.keeps_output:
-                    output.outputs = [_without_tokens(choice) for choice in output.outputs]
-                yield index, output
+        self._streams.append(stream)
+        self._closing.callback(generation.engine.release, stream)
+        stream.listen(lambda: self._note(index))
+
+    def _note(self, index: int) -> None:
+        self._changed[index] = None
+        self._on_news()
+
+    def take(self) -> list[tuple[int, RequestOutput]]:
+        """(prompt index, output) of all that is new.
+
+        Raises what ended a prompt, once everything that came before it was taken.
+        """
+        news: list[tuple[int, RequestOutput]] = []
+        for index in list(self._changed):
+            stream = self._streams[index]
+            try:
+                output = stream.take()
+            except Exception:
+                if news:
+                    break
+                raise
+            if not stream.has_news:
+                del self._changed[index]
+            if output is None:
+                continue
+            if not self._keeps_output:
+                output.outputs = [_without_tokens(choice) for choice in output.outputs]
+            self.num_open -= output.finished
+            news.append((index, output))
+        return news
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        self._closing.close()
 
 
 async def respond(
@@ -95,7 +141,7 @@ async def respond(
             connection.close()
             return response
         return await EventStreamResponse.open(
-            _events(generation, answer), connection, options.sse_keep_alive_interval
+            AnswerEvents(generation, answer), connection, options.sse_keep_alive_interval
         )
     except BaseException:
         connection.close()
@@ -106,77 +152,58 @@ async def _whole(generation: Generation, answer: AnyAnswer) -> msgspec.Struct:
     usage = generation.usage_counter()
     num_choices = generation.plan.n
     choices: dict[int, CompletionOutput] = {}
-    async with generation.running() as outputs:
-        async for prompt_index, output in outputs:
-            usage.add(prompt_index, output)
-            answer.note_prompt(prompt_index, output)
-            for choice in output.outputs:
-                choices[prompt_index * num_choices + choice.index] = choice
+    news = asyncio.Event()
+    with contextlib.closing(Run(generation, news.set)) as run:
+        while run.num_open:
+            await news.wait()
+            news.clear()
+            while outputs := run.take():
+                for prompt_index, output in outputs:
+                    usage.add(prompt_index, output)
+                    answer.note_prompt(prompt_index, output)
+                    for choice in output.outputs:
+                        choices[prompt_index * num_choices + choice.index] = choice
     if len(choices) != num_choices * len(generation.prompts):
         raise RequestFailedError("the engine ended the request without all of its choices")
     return answer.whole([choices[index] for index in sorted(choices)], usage.usage())
 
 
-async def _events(generation: Generation, answer: AnyAnswer) -> AsyncGenerator[bytes, None]:
-    usage = generation.usage_counter()
-    async with generation.running() as outputs:
-        async for prompt_index, output in outputs:
+class AnswerEvents:
+    """The events of a streamed answer, an `EventSource`."""
+
+    def __init__(self, generation: Generation, answer: AnyAnswer) -> None:
+        self.is_over = False
+        self._generation = generation
+        self._answer = answer
+        self._usage = generation.usage_counter()
+        self._run: Run | None = None
+
+    def start(self, on_news: Callable[[], None]) -> None:
+        self._run = Run(self._generation, on_news)
+
+    def take(self) -> bytes:
+        run, answer, usage = self._run, self._answer, self._usage
+        assert run is not None, "start() comes first"
+        events: list[bytes] = []
+        for prompt_index, output in run.take():
             usage.add(prompt_index, output)
             answer.note_prompt(prompt_index, output)
-            first_choice = prompt_index * generation.plan.n
-            events = [
-                encode_event(chunk)
-                for choice in output.outputs
-                for chunk in answer.chunks(first_choice + choice.index, choice, usage)
-            ]
-            if events:
-                yield b"".join(events)
-    if answer.report.at_end:
-        yield encode_event(answer.usage_chunk(usage.usage()))
-    yield DONE
+            first_choice = prompt_index * self._generation.plan.n
+            for choice in output.outputs:
+                events += answer.events(first_choice + choice.index, choice, usage)
+        if not run.num_open:
+            self.is_over = True
+            if answer.report.at_end:
+                events.append(encode_event(answer.usage_chunk(usage.usage())))
+            events.append(DONE)
+        return b"".join(events)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.close()
 
 
 def _without_tokens(choice: CompletionOutput) -> CompletionOutput:
     """The choice as if nothing had been generated: it ends by its length limit, which is 0."""
     reason = "length" if choice.finish_reason == "stop" else choice.finish_reason
     return CompletionOutput(choice.index, "", [], None, None, reason)
-
-
-async def _merge(runs: list[Outputs]) -> Outputs:
-    """Items of all runs as they come. A consumer that is slow holds every run back."""
-    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=1)
-
-    async def pump(run: Outputs) -> None:
-        try:
-            async with contextlib.aclosing(run):
-                async for pair in run:
-                    await queue.put(pair)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    pumps = [asyncio.create_task(pump(run)) for run in runs]
-    num_open = len(pumps)
-    try:
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-@contextlib.asynccontextmanager
-async def _closing(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        if isinstance(outputs, AsyncGenerator):
-            await outputs.aclose()

@@ -2,13 +2,17 @@
 
 Sizes are counted as the bytes arrive, slow senders are timed out, and what is refused gets an
 answer in the API's envelope before the connection closes. A client that closes its sending side
-counts as gone. While a request runs, at most `MAX_HELD_BYTES` of following (pipelined) requests
-are kept unparsed, and reading goes on: so a disconnect is noticed whatever was sent ahead.
+counts as gone, and one that reads nothing for `SLOW_READER_S` is cut off. While a request runs, at
+most `MAX_HELD_BYTES` of following (pipelined) requests are kept unparsed, and reading goes on: so a
+disconnect is noticed whatever was sent ahead.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import sys
+import termios
 import uuid
 from typing import Any, NoReturn
 
@@ -25,12 +29,13 @@ from uvicorn.server import ServerState
 from headrace.frontend.http.errors import RequestRefused, describe_error
 from headrace.frontend.http.limits import RequestLimits
 from headrace.frontend.http.request_ids import valid_label
-from headrace.frontend.http.sse import DIRECT_SEND
+from headrace.frontend.http.sse import BODY_WRITER
 
 logger = logging.getLogger(__name__)
 
 MAX_HELD_BYTES = 64 * 2**10
 MAX_PIPELINED = 32
+SLOW_READER_S = 60.0  # in which a client that is behind reads nothing, before it is cut off
 LINGER_S = 2.0  # how long what a refused client still sends is thrown away
 SLACK_BYTES = 4  # of a header line beside name and value: ": " and the line end
 
@@ -61,15 +66,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._silent_bytes = 0  # fed since the parser last told of something
         self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # when last looked at
         self._body_began = 0.0
         self._last_body_time = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._socket = transport.get_extra_info("socket")
         self._arm(self._limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._stop_watching()
         self._held.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -160,6 +169,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._watch_reader()
         if self._is_over:
             self.transport.close()
         elif self._held and not self.pipeline:
@@ -172,7 +182,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        cycle.scope["extensions"] = {DIRECT_SEND: {"send": cycle.send}}
+        extensions: dict[str, Any] = {BODY_WRITER: ChunkWriter(cycle)}
+        cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 
     def _check_announced_length(self) -> None:
@@ -240,6 +251,45 @@ class LimitedProtocol(HttpToolsProtocol):
     def _is_responding(self) -> bool:
         return self._running is not None and not self._running.response_complete
 
+    # A client that does not read
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+        if not self._is_responding():
+            self._watch_reader()
+
+    def _stop_watching(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch_reader(self) -> None:
+        """Close the connection when nothing is read for a time, while nothing is written."""
+        if self._write_timer is None and self.transport.get_write_buffer_size():
+            self._num_unread = self._count_unread()
+            self._write_timer = self.loop.call_later(SLOW_READER_S, self._check_reader)
+
+    def _count_unread(self) -> int:
+        """Bytes that the client has still to read, those that the system holds included."""
+        waiting = self.transport.get_write_buffer_size()
+        with contextlib.suppress(OSError):
+            number = fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4))
+            waiting += int.from_bytes(number, sys.byteorder)
+        return waiting
+
+    def _check_reader(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() and self._count_unread() >= self._num_unread:
+            logger.info("a client did not read its answer for %g s", SLOW_READER_S)
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
     # Refusing
 
     def _refuse(self, refusal: RequestRefused) -> None:
@@ -279,6 +329,26 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)
+
+
+class ChunkWriter:
+    """The `BodyWriter` of a request: HTTP chunks straight to the transport."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self.send = cycle.send
+
+    @property
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding
+            and not (cycle.disconnected or cycle.response_complete or cycle.flow.write_paused)
+        )
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def _timeout(message: str) -> RequestRefused:

@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from headrace.configs.garbage import settle_garbage_collector
 from headrace.frontend.http.app import create_app
 from headrace.frontend.http.engine import ServingEngine
 from headrace.frontend.http.http_protocol import LimitedProtocol
@@ -101,6 +102,7 @@ class _Server:
     async def _run_engine(self) -> None:
         """Start the engine and wait until it dies; always ends with an exception."""
         await self._engine.start()
+        settle_garbage_collector()
         config = self._engine.model_config
         logger.info("ready: %s on %s", config.served_model_name, self._url)
         raise await self._engine.wait_dead()

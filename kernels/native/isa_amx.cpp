@@ -60,11 +60,38 @@ bool is_int8_right(const Operands& t, int rows, int input_bytes) {
     return memcmp(want, got, sizeof want) == 0;
 }
 
+// Two and one tiles of rows by two and one of outputs, over several tile products.
+bool is_product_right(Numbers& numbers) {
+    constexpr int kRows = 3 * kTileRows, kOutputs = 3 * kTileRows, kSteps = 3;
+    static bf16 x[kRows][kSteps * 32], b[kSteps * 16][kOutputs][2];
+    static float want[kRows][kOutputs], got[kRows][kOutputs];
+    for (auto& row : x)
+        for (bf16& value : row) value = numbers.next_bf16();
+    for (auto& pair : b)
+        for (auto& output : pair) output[0] = numbers.next_bf16(), output[1] = numbers.next_bf16();
+    for (int row = 0; row < kRows; row += kTileRows)
+        for (int n = 0; n < kOutputs; n += 16) {
+            Operands t = {};
+            for (int step = 0; step < kSteps; ++step) {
+                for (int i = 0; i < kTileRows; ++i) {
+                    memcpy(t.a[i], &x[row + i][step * 32], sizeof t.a[i]);
+                    memcpy(t.b[i], b[step * 16 + i][n], sizeof t.b[i]);
+                }
+                model_bf16(t.a, t.b, t.start, kTileRows, kTileRows);
+            }
+            for (int i = 0; i < kTileRows; ++i) memcpy(&want[row + i][n], t.start[i], 64);
+        }
+    configure_tiles(kTileRows, kTileBytes);
+    tile_product_bf16(kRows - 5, *x, kSteps * 32, **b, sizeof *b, kSteps * 32, kOutputs, *got,
+                      kOutputs);
+    return memcmp(want, got, sizeof want) == 0;
+}
+
 }  // namespace
 
 bool hr_are_tiles_right() {
     Numbers numbers;
-    bool is_right = true;
+    bool is_right = is_product_right(numbers);
     for (int round = 0; round < 8; ++round) {
         Operands t;
         for (int row = 0; row < kTileRows; ++row) {

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from headrace.configs.errors import ConfigurationError
@@ -133,6 +134,30 @@ class NativeKernels:
             lanes,
         ):
             raise ValueError(f"{rows.dtype} rows cannot be packed as {format.name}")
+
+    def pack_blocks(
+        self,
+        rows: np.ndarray,
+        packed: torch.Tensor,
+        format: Format,
+        num_inputs: int,
+        first_row: int,
+        lanes: Lanes,
+    ) -> None:
+        """Copy rows of a GGUF file, uint8 [num_rows, bytes of a row], into a matrix of `format`."""
+        rows = np.ascontiguousarray(rows)
+        status = self._library.hr_pack(
+            self._pool,
+            rows.ctypes.data,
+            format,
+            rows.shape[0],
+            num_inputs,
+            packed.data_ptr(),
+            format,
+            first_row,
+            lanes,
+        )
+        assert status == 0, (format, num_inputs)
 
     def lookup(
         self,

@@ -8,9 +8,11 @@
 
 #include "interface.h"
 #include "machine.h"
+#include "pack_quantized.h"
 #include "peak.h"
 #include "plan.h"
 #include "pool.h"
+#include "quantized_layout.h"
 #include "work.h"
 
 namespace {
@@ -29,7 +31,27 @@ struct StepMemory {
     std::vector<int32_t> counters;
     std::vector<float> partials;
     std::vector<char> scratch;
+    std::vector<char> quantized;
 };
+
+// What quantized products need: rows in blocks of a cache line, and a row for its norm.
+struct QuantizedSizes {
+    int64_t row = 0, alone = 0, together = 0;
+
+    void add(const hr_op& op, int64_t num_tokens) {
+        const int64_t rows = num_tokens * divided_up(op.num_inputs, kChunkInputs) * kCacheLine;
+        int64_t& size = num_tokens * op.num_inputs <= kQuantizeAlone ? alone : together;
+        size = std::max(size, rows);
+        if (op.norm != nullptr)
+            row = std::max(row, rounded_up(op.num_inputs * (int64_t)sizeof(float), kCacheLine));
+    }
+};
+
+char* aligned(std::vector<char>& memory, int64_t bytes) {
+    memory.resize(bytes + kCacheLine);
+    const auto address = (uintptr_t)memory.data();
+    return memory.data() + (rounded_up(address, kCacheLine) - address);
+}
 
 void prepare(StepMemory& memory, Work& work, int num_threads) {
     memory.plans.resize(work.step->num_groups);
@@ -37,9 +59,12 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
     for (GroupPlan& plan : memory.plans) plan.clear();
     memory.counters.assign(2 * work.num_ops, 0);
     int64_t widest = 0, scratch = 0;
+    QuantizedSizes quantized;
     for (int64_t i = 0; i < work.num_ops; ++i) {
         const hr_op& op = work.ops[i];
-        if (op.kind == HR_PRODUCT)
+        if (op.kind == HR_PRODUCT && is_quantized(op.format))
+            quantized.add(op, work.step->num_tokens);
+        else if (op.kind == HR_PRODUCT)
             scratch = std::max(scratch, product_scratch_bytes(op, work.step->num_tokens));
         if (op.kind != HR_ATTENTION) continue;
         widest = std::max<int64_t>(widest, op.head_dim);
@@ -55,10 +80,10 @@ void prepare(StepMemory& memory, Work& work, int num_threads) {
     for (const GroupPlan& plan : memory.plans)
         num_partials = std::max(num_partials, plan.num_partials);
     memory.partials.resize(num_partials * partial_size(widest));
-    work.scratch_bytes = rounded_up(scratch, 4096);
-    memory.scratch.resize(work.scratch_bytes * num_threads + kCacheLine);
-    const auto address = (uintptr_t)memory.scratch.data();
-    work.scratch = memory.scratch.data() + (rounded_up(address, kCacheLine) - address);
+    work.quantized_at = quantized.row;
+    work.scratch_bytes = rounded_up(std::max(scratch, quantized.row + quantized.alone), 4096);
+    work.scratch = aligned(memory.scratch, work.scratch_bytes * num_threads);
+    work.quantized = aligned(memory.quantized, quantized.together);
     work.groups = memory.groups.data();
     work.partials = memory.partials.data();
     work.counters = memory.counters.data();
@@ -100,6 +125,10 @@ double seconds() {
     return std::chrono::duration<double>(now).count();
 }
 
+void pack_quantized_share(void* argument, int thread, int num_threads) {
+    pack_quantized(*(const QuantizedPacking*)argument, thread, num_threads);
+}
+
 bool is_float(int32_t format) { return format >= HR_BF16 && format <= HR_F32; }
 
 // Whether there is code for this operation on rows of this format.
@@ -107,7 +136,7 @@ bool can_run(const hr_op& op, const hr_step& step) {
     if (!is_float(step.format)) return false;
     if (op.kind == HR_ATTENTION)
         return op.cache_format == step.format || op.cache_format == HR_INT8;
-    return op.kind != HR_PRODUCT || op.format == step.format;
+    return op.kind != HR_PRODUCT || op.format == step.format || is_quantized(op.format);
 }
 
 void pack_share(void* argument, int thread, int num_threads) {
@@ -116,6 +145,26 @@ void pack_share(void* argument, int thread, int num_threads) {
 
 void lookup_share(void* argument, int thread, int num_threads) {
     hr_lookup_avx2(*(const Lookup*)argument, thread, num_threads);
+}
+
+struct QuantizedLookup {
+    const void* packed;
+    int32_t format;
+    int64_t num_inputs;
+    const int64_t* ids;
+    int64_t num_ids;
+    float scale;
+    int32_t out_format;
+    char* out;
+};
+
+void lookup_quantized_share(void* argument, int thread, int num_threads) {
+    const QuantizedLookup& l = *(const QuantizedLookup*)argument;
+    const int64_t from = l.num_ids * thread / num_threads;
+    const int64_t to = l.num_ids * (thread + 1) / num_threads;
+    for (int64_t i = from; i < to; ++i)
+        lookup_quantized(l.packed, l.format, l.num_inputs, l.ids[i], l.scale, l.out_format,
+                         l.out + i * l.num_inputs * (l.out_format == HR_F32 ? 4 : 2));
 }
 
 using DrawFunction = void (*)(const Draw&, int, int);
@@ -177,6 +226,7 @@ int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, co
 }
 
 int64_t hr_packed_bytes(int32_t format, int64_t num_outputs, int64_t num_inputs) {
+    if (is_quantized(format)) return quantized_bytes(format, num_outputs, num_inputs);
     if (!is_float(format)) return -1;
     return divided_up(num_outputs, kBlockRows) * block_bytes(format, num_inputs);
 }
@@ -184,6 +234,13 @@ int64_t hr_packed_bytes(int32_t format, int64_t num_outputs, int64_t num_inputs)
 int32_t hr_pack(hr_pool* pool, const void* rows, int32_t rows_format, int64_t num_rows,
                 int64_t num_inputs, void* packed, int32_t format, int64_t first_row,
                 int32_t lanes) {
+    if (is_quantized(format)) {
+        if (!can_pack_quantized(format, rows_format, num_inputs)) return -1;
+        QuantizedPacking packing = {rows, rows_format, num_rows, num_inputs, (uint8_t*)packed,
+                                    format, first_row, lanes};
+        pool->threads.run(pack_quantized_share, &packing);
+        return 0;
+    }
     if (!is_float(format) || !is_float(rows_format)) return -1;
     Packing packing = {rows, rows_format, num_rows, num_inputs, packed, format, first_row, lanes};
     pool->threads.run(pack_share, &packing);
@@ -192,7 +249,18 @@ int32_t hr_pack(hr_pool* pool, const void* rows, int32_t rows_format, int64_t nu
 
 int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num_inputs,
                   const int64_t* ids, int64_t num_ids, float scale, int32_t out_format, void* out) {
-    if (!is_float(format) || !is_float(out_format)) return -1;
+    if (!is_float(out_format)) return -1;
+    if (is_quantized(format)) {
+        QuantizedLookup lookup = {packed,  format, num_inputs, ids,
+                                  num_ids, scale,  out_format, (char*)out};
+        if (num_ids < kLookupTogether) {
+            pool->threads.run_alone(lookup_quantized_share, &lookup);
+        } else {
+            pool->threads.run(lookup_quantized_share, &lookup);
+        }
+        return 0;
+    }
+    if (!is_float(format)) return -1;
     Lookup lookup = {packed, format, num_inputs, ids, num_ids, scale, out_format, out};
     if (num_ids < kLookupTogether) {
         pool->threads.run_alone(lookup_share, &lookup);

@@ -1,14 +1,22 @@
 """Weight matrices in the layout that the native products read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
+from headrace.kernels.dequantize import StoredMatrix
 from headrace.kernels.native.interface import Format, Lanes
 from headrace.kernels.native.kernels import FORMATS, NativeKernels
 
 _BLOCK_ROWS = 32
 _INPUTS_TOGETHER = 32  # that inputs are padded to
+
+# Types of a GGUF file that products are computed with as they are.
+BLOCK_FORMATS: Mapping[str, Format] = MappingProxyType(
+    {format.name: format for format in Format if format >= Format.Q8_0}
+)
 
 
 def packed_shape(
@@ -40,18 +48,35 @@ class PackedMatrix:
     kernels: NativeKernels
     is_gated: bool = False
 
-    def fill(self, rows: torch.Tensor, first_row: int) -> None:
-        """Put float `rows` [num_rows, num_inputs] at `first_row`.
+    def fill(self, rows: torch.Tensor | StoredMatrix, first_row: int) -> None:
+        """Put `rows` [num_rows, num_inputs] at `first_row`.
 
-        In a gated matrix they must lie in one half.
+        In a gated matrix they must lie in one half. Numbers are rounded to a float format or
+        quantized to int8. Blocks of a file are taken as they are, if they have the format of this
+        matrix, and dequantized otherwise. A matrix of blocks takes nothing else: ValueError.
         """
-        lanes, half = Lanes.PLAIN, self.num_outputs // 2
-        if self.is_gated:
-            lanes = Lanes.GATE if first_row < half else Lanes.UP
-            first_row -= 0 if lanes is Lanes.GATE else half
-        if rows.dtype not in FORMATS:
-            rows = rows.float()
-        self.kernels.pack(rows.contiguous(), self.data, self.format, first_row, lanes)
+        if isinstance(rows, StoredMatrix) and BLOCK_FORMATS.get(rows.type_name) == self.format:
+            lanes, first = self._lanes(first_row)
+            self.kernels.pack_blocks(
+                rows.rows, self.data, self.format, self.num_inputs, first, lanes
+            )
+        elif isinstance(rows, StoredMatrix):
+            for start, chunk in rows.chunks(torch.float32):
+                self.fill(chunk, first_row + start)
+        else:
+            if rows.dtype not in FORMATS:
+                rows = rows.float()
+            if self.format is Format.BF16:
+                rows = rows.bfloat16()
+            lanes, first = self._lanes(first_row)
+            self.kernels.pack(rows.contiguous(), self.data, self.format, first, lanes)
+
+    def _lanes(self, first_row: int) -> tuple[Lanes, int]:
+        """Which rows `first_row` is among, and its number there."""
+        half = self.num_outputs // 2
+        if not self.is_gated:
+            return Lanes.PLAIN, first_row
+        return (Lanes.GATE, first_row) if first_row < half else (Lanes.UP, first_row - half)
 
     def lookup(self, row_ids: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         """Rows `row_ids` [num_ids] int64, times `scale`: [num_ids, num_inputs] of `dtype`."""

@@ -12,7 +12,8 @@
 #include "tiles.h"
 #include "work.h"
 
-// Of how many rows on tiles are used: fewer ones stream the weights as well without.
+// Of how many rows on tiles are used: fewer ones stream the weights as well without. A build with
+// CXXFLAGS=-DHR_MIN_TILE_ROWS=N moves it, to measure where tiles begin to pay.
 #ifndef HR_MIN_TILE_ROWS
 #define HR_MIN_TILE_ROWS 4
 #endif

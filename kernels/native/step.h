@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "quantized.h"
 
 namespace {
 
@@ -22,6 +23,44 @@ inline Rows<E> product_input(const Work& work, const hr_op& op, int thread, int 
     return {out, stride};
 }
 
+// Whether the operation finds its quantized input where the one before left it.
+inline bool has_quantized_input(const Work& work, int64_t index) {
+    return work.ops[index].is_input_kept && index > 0 && is_quantized(work.ops[index - 1].format);
+}
+
+// The input of a quantized product, normalized if it asks for that: made by every thread for
+// itself where that is cheaper than meeting the others.
+template <typename E>
+inline QuantizedRows quantized_input(const Work& work, int64_t index, int thread,
+                                     int num_threads) {
+    const hr_op& op = work.ops[index];
+    const hr_step& step = *work.step;
+    const int64_t stride = num_quantized_blocks(op.num_inputs);
+    const bool is_alone = step.num_tokens * op.num_inputs <= kQuantizeAlone;
+    char* own = work.scratch + thread * work.scratch_bytes;
+    QuantizedBlock* out = (QuantizedBlock*)(is_alone ? own + work.quantized_at : work.quantized);
+    if (has_quantized_input(work, index)) return {out, stride};
+    const Range rows = is_alone ? Range{0, step.num_tokens}
+                                : share(step.num_tokens, thread, num_threads);
+    for (int64_t row = rows.from; row < rows.to; ++row) {
+        const E* x = row_of<E>(step, op.input, row);
+        if (op.norm != nullptr) {
+            normalize(x, op.norm, op.num_inputs, op.eps, false, (E*)own);
+            x = (const E*)own;
+        }
+        quantize_row(x, op.num_inputs, out + row * stride);
+    }
+    if (!is_alone) work.meet(work.barrier);
+    return {out, stride};
+}
+
+// Whether the next operation neither reads what this one writes nor writes what it reads.
+inline bool is_next_independent(const Work& work, int64_t index) {
+    const hr_op& next = work.ops[index + 1];
+    return next.kind == HR_PRODUCT && is_quantized(next.format) &&
+           has_quantized_input(work, index + 1);
+}
+
 template <typename E>
 inline void run_op(const Work& work, int64_t index, int thread, int num_threads) {
     const hr_step& step = *work.step;
@@ -33,6 +72,10 @@ inline void run_op(const Work& work, int64_t index, int thread, int num_threads)
                             op.kind == HR_NORM_ADD, row_of<E>(step, op.output, 0),
                             step.strides[op.output]);
         case HR_PRODUCT:
+            if (is_quantized(op.format))
+                return run_quantized_product<E>(op, step,
+                                                quantized_input<E>(work, index, thread, num_threads),
+                                                thread, num_threads);
             return run_product(work, op, product_input<E>(work, op, thread, num_threads), thread,
                                num_threads);
         case HR_ATTENTION:
@@ -48,7 +91,9 @@ inline void run_ops(const Work& work, int thread, int num_threads) {
     for (int64_t i = 0; i < work.num_ops; ++i) {
         run_op<E>(work, i, thread, num_threads);
         // The caller waits for all threads after the last one, unless that is to be counted.
-        if (i + 1 < work.num_ops || work.step->op_seconds != nullptr) work.meet(work.barrier);
+        const bool is_last = i + 1 == work.num_ops;
+        if (work.step->op_seconds != nullptr || (!is_last && !is_next_independent(work, i)))
+            work.meet(work.barrier);
         if (seconds == nullptr) continue;
         const double now = work.seconds();
         seconds[i] += now - before;

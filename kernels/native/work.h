@@ -19,6 +19,9 @@ constexpr int64_t kPassRows = 256;
 constexpr int64_t kGroupBlocks = 8;
 constexpr int64_t kTileSumsBytes = kPassRows * kGroupBlocks * 32 * 4;
 
+// The same for quantizing rows, which every thread might do for itself.
+constexpr int64_t kQuantizeAlone = 1 << 14;
+
 // Of rows and float matrices.
 inline int64_t format_bytes(int32_t format) { return format == HR_F32 ? 4 : 2; }
 
@@ -47,6 +50,8 @@ struct Work {
     float* partials;
     char* scratch;
     int64_t scratch_bytes;  // per thread
+    int64_t quantized_at;   // in the scratch of a thread: rows that it quantized for itself
+    char* quantized;        // rows that all threads quantized together
     // Next free item of each operation, twice: computing and joining.
     int32_t* counters;  // [num_ops][2], used atomically
     void (*meet)(void* barrier);

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +31,7 @@ from headrace.engine_core.messages import EngineStats
 from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.http.listener import ServerOptions, bind_socket
 from headrace.frontend.http.server import serve
+from headrace.frontend.output_stream import OutputStream
 from headrace.frontend.outputs import CompletionOutput, RequestOutput
 from headrace.frontend.renderer import Renderer
 from headrace.frontend.stats import StatLoggerBase
@@ -54,21 +54,34 @@ class ScriptedEngine:
         self.tokenizer = self.renderer.tokenizer
         self.state: Any = "starting"
         self.num_requests = 0
+        self._running: dict[OutputStream, asyncio.Task[None]] = {}
         self.stat_loggers: dict[str, StatLoggerBase] = {}
 
     async def start(self) -> None:
         self.state = "ready"
 
-    async def generate(
+    def submit(
         self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> OutputStream:
+        stream = OutputStream(request_id, merges_deltas=True)
+        self._running[stream] = asyncio.create_task(self._generate(prompt, params, stream))
+        return stream
+
+    def release(self, stream: OutputStream) -> None:
+        self._running.pop(stream).cancel()
+
+    async def _generate(
+        self, prompt: RenderedPrompt, params: SamplingParams, stream: OutputStream
+    ) -> None:
         due = time.monotonic()
         for count in itertools.count(1):
             due += TOKEN_INTERVAL_S
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             done = count == params.max_tokens
             choice = CompletionOutput(0, " x", [1], None, None, "length" if done else None)
-            yield RequestOutput(request_id, None, prompt.token_ids, None, [choice], done)
+            stream.put(
+                RequestOutput(stream.request_id, None, prompt.token_ids, None, [choice], done)
+            )
             if done:
                 return
 

@@ -117,7 +117,7 @@ LEGACY: dict[str, Any] = {
 LATER: dict[str, Any] = {
     "task": "embed", "tokenizer_mode": "slow", "trust_remote_code": True,
     "allowed_local_media_path": "/media", "code_revision": "main", "tokenizer_revision": "main",
-    "quantization": "awq", "disable_sliding_window": True, "enable_prompt_embeds": True,
+    "disable_sliding_window": True, "enable_prompt_embeds": True,
     "config_format": "mistral", "override_pooler_config": {"normalize": True},
     "enable_sleep_mode": True, "model_impl": "transformers", "load_format": "pt",
     "model_loader_extra_config": {"a": 1}, "ignore_patterns": "*.bin",

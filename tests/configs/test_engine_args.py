@@ -16,7 +16,9 @@ import pytest
 from headrace.configs.config import EngineConfig
 from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs, UsageContext
 from headrace.configs.errors import ConfigurationError, UnsupportedFeatureError
+from headrace.configs.hardware import CpuFacts
 from headrace.configs.options import default_of, flag_of, option_fields
+from headrace.configs.quantization import INT8
 from tests.configs.engine_args_table import GROUPS, HOLDS, LATER, LEGACY, NEWER, SHORT_FLAGS
 
 SPECIFIED = {name: value for group in GROUPS.values() for name, value in group.items()}
@@ -297,9 +299,46 @@ def test_config_from_another_place(model: Path, tmp_path: Path) -> None:
 
 
 def test_formats_must_be_those_of_the_files(model: Path) -> None:
-    for given in ({"load_format": "gguf"}, {"quantization": "gguf"}):
+    for given in ({"load_format": "gguf"}, {"quantization": "gguf"}, {"quantization": "GGUF"}):
         with pytest.raises(ConfigurationError, match="gguf does not go with"):
             args(model, **given).create_engine_config()
+
+
+def test_quantization(model: Path, gemma3_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(path: Path, **given: Any) -> tuple[str, str]:
+        config = args(path, **given).create_engine_config().model_config
+        return config.quantization, config.dtype
+
+    for preferred in ("bfloat16", "float32"):
+        monkeypatch.setattr(CpuFacts, "preferred_dtype", preferred)
+        assert kept(model) == kept(model, quantization="None") == ("none", preferred)
+        for name in ("int8", "Int8_per_channel_weight_only"):
+            assert kept(model, quantization=name) == (INT8, "bfloat16")
+            assert kept(gemma3_gguf, quantization=name) == (INT8, "bfloat16")
+        assert kept(gemma3_gguf, quantization="gguf") == ("gguf", "bfloat16")
+        assert kept(gemma3_gguf, quantization="gguf", dtype="bfloat16") == ("gguf", "bfloat16")
+        assert kept(gemma3_gguf, dtype="bfloat16") == ("none", "bfloat16")
+        assert kept(gemma3_gguf, quantization="none") == ("none", preferred)
+        assert kept(gemma3_gguf, load_format="dummy") == ("none", preferred)
+    assert kept(gemma3_gguf) == ("none", "float32")
+    monkeypatch.setattr(CpuFacts, "preferred_dtype", "bfloat16")
+    assert kept(gemma3_gguf) == ("gguf", "bfloat16")
+    with pytest.raises(ConfigurationError, match="gguf does not go with load_format dummy"):
+        kept(gemma3_gguf, quantization="gguf", load_format="dummy")
+
+
+@pytest.mark.parametrize("dtype", ("float32", "half"))
+@pytest.mark.parametrize("name", ("gguf", "INT8"))
+def test_quantized_weights_need_bfloat16(name: str, dtype: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{name} computes with bfloat16, not with float"):
+        EngineArgs(quantization=name, dtype=dtype).check()
+
+
+def test_unknown_quantization() -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"AWQ is not implemented.* are none, gguf"):
+        EngineArgs(quantization="AWQ").check()
+    with pytest.raises(ConfigurationError, match="'int3' is not known; implemented are none"):
+        EngineArgs(quantization="int3").check()
 
 
 def test_length_above_the_models(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported: architecture Gemma3"),
     ({"architectures": None}, "no architectures field"),
     ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
+    ({"compression_config": {"quant_method": "x"}}, r"quantization_config \(x\) is not supported"),
     ({"hidden_size": 0}, "hidden_size is 0"),
     ({"hidden_size": "64"}, "hidden_size is '64'"),
     ({"hidden_size": 1 << 40}, "hidden_size is 1099511627776"),

@@ -3,18 +3,24 @@ preemption.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from headrace.configs.config import QuantizationMethod
+from headrace.configs.quantization import INT8
 from headrace.engine_core.messages import ChoiceState
+from headrace.workers.models.native_decoder import NativeDecoder
 from tests.e2e.tiny_engine import (
     VARIANTS,
     ChoiceOutput,
     Engine,
     Machines,
     make_request,
+    save_tiny_gguf,
     save_tiny_model,
 )
+from tests.kernels.native_ops import available_isas
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +31,37 @@ SEEDS = (0, 1)  # 0: greedy
 CASES = [(0, 0), (1, 0), (1, 1), (0, 2), (1, 3), (0, 4)]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+# Model -> method of quantization. Quantized ones run on the native kernels, the others on torch.
+KINDS: dict[str, QuantizationMethod] = {
+    "llama": "none",
+    "gemma3": "none",
+    "gemma3-int8": INT8,
+    "llama-gguf": "gguf",
+}
+
+
+def make_machines(kind: str, directory: Path, num_blocks: int) -> Machines:
+    method = KINDS[kind]
+    if method == "none":
+        return Machines(save_tiny_model(kind, directory), num_blocks)
+    if not available_isas():
+        pytest.skip("no native kernels on this machine")
+    if method == "gguf":
+        path = save_tiny_gguf(directory / "tiny.gguf")
+    else:
+        path = save_tiny_model(kind.removesuffix("-int8"), directory)
+    machines = Machines(path, num_blocks, method)
+    assert isinstance(machines.worker.get_model(), NativeDecoder)
+    return machines
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def machines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Machines]:
     """A pool that holds 64 requests; the tests of preemption make their own."""
-    directory = save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
-    yield Machines(directory, num_blocks=64 * 2 * 9 + 1)
+    directory = tmp_path_factory.mktemp(request.param)
+    yield make_machines(request.param, directory, num_blocks=64 * 2 * 9 + 1)
 
 
 def drain(engine: Engine) -> dict[tuple[str, int], ChoiceOutput]:
@@ -43,8 +73,11 @@ def drain(engine: Engine) -> dict[tuple[str, int], ChoiceOutput]:
     return results
 
 
-def assert_same(got: ChoiceOutput, want: ChoiceOutput) -> None:
+def assert_same(machines: Machines, got: ChoiceOutput, want: ChoiceOutput) -> None:
+    """The same tokens; scores bit by bit on the native kernels, nearly so on torch."""
     assert got.tokens == want.tokens
+    if isinstance(machines.worker.get_model(), NativeDecoder):
+        assert (got.logprobs, got.scores) == (want.logprobs, want.scores)
     assert got.logprobs == pytest.approx(want.logprobs, abs=1e-3)
     assert got.scores == pytest.approx(want.scores, abs=1e-3)
 
@@ -83,7 +116,7 @@ def test_batch_mates(machines: Machines, seed: int, variant: int, num_mates: int
     engine.scheduler.add_request(make_request("r", PROMPT, seed, MAX_TOKENS, [0], variant))
     results = drain(engine)
     assert len(results) == num_mates + 1
-    assert_same(results["r", 0], want)
+    assert_same(machines, results["r", 0], want)
 
 
 @pytest.mark.parametrize("budget", [4, 5, 7, 12, 64])
@@ -96,15 +129,15 @@ def test_chunks_and_cache(machines: Machines, budget: int, prefix_caching: bool)
         for name in ("cold", "warm"):
             request = make_request(name, PROMPT, seed, MAX_TOKENS, [0], variant)
             engine.scheduler.add_request(request)
-            assert_same(drain(engine)[name, 0], want)
+            assert_same(machines, drain(engine)[name, 0], want)
         hits = engine.scheduler.stats().prefix_cache_hits
         reads_cache = prefix_caching and "prompt_logprobs" not in VARIANTS[variant]
         assert (hits > 0) == reads_cache
 
 
-def test_forced_preemption(tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    machines = Machines(directory, num_blocks=13)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("llama")])
+def test_forced_preemption(kind: str, tmp_path: Path) -> None:
+    machines = make_machines(kind, tmp_path, num_blocks=13)
     candidates = [
         (tuple(4 + (i + j) % 28 for j in range(8)), seed, variant)
         for i in range(12)
@@ -126,7 +159,9 @@ def test_forced_preemption(tmp_path_factory: pytest.TempPathFactory) -> None:
         results = drain(engine)
         assert engine.scheduler.stats().num_preemptions > 0
         for i, (prompt, seed, variant) in enumerate(part):
-            assert_same(results[f"r{i}", 0], machines.alone(prompt, seed, 0, MAX_TOKENS, variant))
+            assert_same(
+                machines, results[f"r{i}", 0], machines.alone(prompt, seed, 0, MAX_TOKENS, variant)
+            )
 
 
 def test_choices_repeat_and_differ(machines: Machines) -> None:

@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 
-from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.configs.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    QuantizationMethod,
+    SchedulerConfig,
+)
 from headrace.configs.model_files.model_info import read_model_info
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import ChoiceState, EngineCoreOutput, EngineCoreRequest
 from headrace.engine_core.scheduler import Scheduler
 from headrace.workers.protocol import ModelRunnerOutput, SchedulerOutput
 from headrace.workers.worker import Worker
+from tests.workers.tiny_gguf import write_llama
 
 BLOCK_SIZE = 4
 VOCAB = 32
@@ -51,6 +58,16 @@ def save_tiny_model(kind: str, directory: Path) -> Path:
         model = transformers.Gemma3ForCausalLM(config)
     model.save_pretrained(directory)
     return directory
+
+
+def save_tiny_gguf(path: Path) -> Path:
+    """A random Llama of quantized matrices, of which one product has two types."""
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": MAX_MODEL_LEN,
+    }  # fmt: skip
+    types = [{"": "Q4_1", "ffn_down": "Q8_0"}, {"": "Q4_0", "attn_v": "Q5_1"}]
+    return write_llama(path, types, sizes=sizes, std=0.8)
 
 
 def make_config(path: Path, num_blocks: int | None) -> EngineConfig:
@@ -113,10 +130,22 @@ class ChoiceOutput:
 
 
 class Machines:
-    """One loaded worker; fresh cache, table and scheduler for each engine."""
+    """One loaded worker; fresh cache, table and scheduler for each engine.
 
-    def __init__(self, path: Path, num_blocks: int | None = None) -> None:
-        self.config = make_config(path, num_blocks)
+    With a method of `quantization` it computes in bfloat16, else in float32.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        num_blocks: int | None = None,
+        quantization: QuantizationMethod = "none",
+    ) -> None:
+        config = make_config(path, num_blocks)
+        if quantization != "none":
+            model_config = replace(config.model_config, dtype="bfloat16", quantization=quantization)
+            config = replace(config, model_config=model_config)
+        self.config = config
         self.worker = Worker(self.config)
         self.worker.init_device()
         torch.set_num_threads(1)

@@ -633,9 +633,7 @@ def test_prompts_share_small_steps_in_a_server() -> None:
     while len(first_tokens) < 16:
         step = engine.schedule()
         assert step is not None
-        num_decodes = sum(
-            cached.num_computed_tokens >= 32 for cached in step.cached_requests
-        )
+        num_decodes = sum(cached.num_computed_tokens >= 32 for cached in step.cached_requests)
         sizes.append(sum(step.num_scheduled_tokens.values()) - num_decodes)
         first_tokens += [o.request_id for o in engine.deliver() if o.start == 0]
     assert sizes == [64] * 8 and first_tokens == [str(index) for index in range(16)]

@@ -190,3 +190,10 @@ def test_one_bad_choice_does_not_disturb_the_forks_of_others() -> None:
     for index in range(3):
         engine.assert_output(forked, index)
     engine.assert_idle()
+
+
+def test_steps_without_tokens_are_not_counted() -> None:
+    engine = FakeEngine(num_blocks=20)
+    engine.add(make_request("a", [1] * 5, max_tokens=3, ignore_eos=True))
+    engine.drain()  # the last step only tells the worker that the request has ended
+    assert engine.scheduler.stats().step == 3 < engine.num_steps

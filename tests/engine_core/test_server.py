@@ -1,5 +1,6 @@
 """The engine core's routing of outputs, over a core and sockets that only record."""
 
+from pathlib import Path
 from typing import Any, cast
 
 from headrace.configs.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ class RecordingCore:
 
     def __init__(self) -> None:
         self.added: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
         self.refuses = False
 
     def add_request(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
@@ -29,6 +31,10 @@ class RecordingCore:
             EngineCoreOutput(request.request_id, choice.index, 0, [], finish_reason="error")
             for choice in request.choices
         ]
+
+    def abort(self, request_id: str, index: int | None) -> list[EngineCoreOutput]:
+        self.aborted.append(request_id)
+        return []
 
     def stats(self) -> EngineStats:
         return EngineStats()
@@ -81,3 +87,25 @@ def test_a_choice_named_twice_is_answered_once() -> None:
     server._handle(b"first", make_request("a", 0, 0))
     ((_, message),) = sockets.sent
     assert len(message.outputs) == 1
+
+
+def test_a_client_that_is_gone_is_forgotten_and_its_requests_end() -> None:
+    server, core, sockets = make_server()
+    server._handle(b"first", make_request("a", 0))
+    server._handle(b"second", make_request("b", 0, 1))
+    server._handle(b"second", None)
+    server._handle(b"second", None)  # for each message that could not be sent
+    assert core.aborted == ["b"] and server._clients == {b"first"}
+    server._route([EngineCoreOutput("b", 0, 0, [5])], stats_to_all=True)
+    assert [client for client, _ in sockets.sent] == [b"first"]
+    server._handle(b"first", make_request("b", 0))  # the id is free again
+    assert len(core.added) == 3
+
+
+def test_the_socket_tells_when_a_client_is_gone(tmp_path: Path) -> None:
+    sockets = SocketThread(tmp_path / "s", 0)
+    try:
+        sockets.send(b"nobody", EngineCoreOutputs([], EngineStats()))
+        assert sockets.incoming.get(timeout=5) == (b"nobody", None)
+    finally:
+        sockets.close()

@@ -28,7 +28,7 @@ def view_delta(content: ChoiceContent, number: int) -> RequestOutput:
     content.text.append(f"<{number}>")
     assert content.logprobs is not None
     content.logprobs.append({number: Logprob(-1.0)})
-    view = CompletionView(0, content, start, -1.0, None, None, is_delta=True)
+    view = CompletionView(0, content, start, content.size(), -1.0, None, None, is_delta=True)
     return RequestOutput("r", None, None, None, [view], False)
 
 

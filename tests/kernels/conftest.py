@@ -18,6 +18,7 @@ def build_library(folder: Path, define: str) -> Path:
     command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
     flags = f"{os.environ.get('CXXFLAGS', '')} -D{define}"  # a sanitizer's come from outside
     environ = {**os.environ, "CFLAGS": flags, "CXXFLAGS": flags}
+    environ.pop("LD_PRELOAD", None)  # which the compiler does not need
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     built = folder / "lib" / "headrace" / "kernels" / "native" / LIBRARY.name
     assert built.exists(), done.stdout + done.stderr

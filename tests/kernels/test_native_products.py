@@ -254,7 +254,9 @@ def test_formats_without_code(kernels: NativeKernels) -> None:
 
 
 @pytest.mark.parametrize("count", (1, 40))  # the caller alone, and all threads
-def test_looked_up_denormals_are_zero(kernels: NativeKernels, dtype: torch.dtype, count: int) -> None:
+def test_looked_up_denormals_are_zero(
+    kernels: NativeKernels, dtype: torch.dtype, count: int
+) -> None:
     matrix = pack(kernels, torch.full((3, 5), 1e-39).to(dtype))
     assert not matrix.lookup(torch.zeros(count, dtype=torch.int64), dtype, 2.0).any()
     assert (torch.full((3,), 1e-39) * 2.0).all()  # the caller's own setting is as before

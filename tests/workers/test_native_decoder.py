@@ -1,16 +1,19 @@
 """Whole models on the native kernels: near transformers, bitwise the same in any circumstances."""
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from headrace.configs.quantization import INT8
 from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.native import NativeKernels, Op, Step, load_kernels
 from headrace.workers.model_runner import ModelRunner
 from headrace.workers.models import Decoder, build_model, load_weights
 from headrace.workers.models.native_decoder import NativeDecoder, obstacle
 from headrace.workers.protocol import ChoiceId, TokenLogprobs
+from headrace.workers.weight_formats import UNQUANTIZED, WeightFormats
 from tests.kernels.native_ops import available_isas
 from tests.workers.test_models import prompt_logits
 from tests.workers.tiny_models import (
@@ -33,11 +36,14 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     return loaded
 
 
-def make_model(name: str, kernels: NativeKernels | None) -> Decoder:
+def make_model(
+    name: str, kernels: NativeKernels | None, formats: WeightFormats = UNQUANTIZED
+) -> Decoder:
     reference = make_reference(name)
     model = build_model(
-        type(reference).__name__, reference.config.to_dict(), torch.bfloat16, "test", kernels
-    )
+        type(reference).__name__, reference.config.to_dict(), torch.bfloat16, "test", kernels,
+        formats,
+    )  # fmt: skip
     model.allocate(MAX_MODEL_LEN)
     weights = {k: v.bfloat16() for k, v in reference.state_dict().items()}
     if reference.config.tie_word_embeddings:
@@ -88,18 +94,28 @@ def run(model: Decoder, prompts: dict[str, list[int]], chunk: int, length: int) 
     return [(driver.tokens[c], scores[c]) for c in choices]
 
 
-@pytest.mark.parametrize("name", ("llama-tied", "gemma3"))
-def test_a_request_is_the_same_in_any_batch(name: str, kernels: NativeKernels) -> None:
-    model = make_model(name, kernels)
-    prompt = [(7 * i) % VOCAB_SIZE for i in range(33)]
+def assert_invariant(make: Callable[[NativeKernels], Decoder], kernels: NativeKernels) -> None:
+    """A request is bitwise the same with any batch mates, in any chunks, on one thread or two."""
+    model = make(kernels)
+    vocab_size = model.config.vocab_size
+    prompt = [(7 * i) % vocab_size for i in range(33)]
     [want] = run(model, {"r": prompt}, 1000, 20)
     for num_mates, chunk in ((1, 5), (3, 64), (16, 3), (33, 17)):
         mates = {
-            f"mate{i}": [(i + 3 * j) % VOCAB_SIZE for j in range(1 + i)] for i in range(num_mates)
+            f"mate{i}": [(i + 3 * j) % vocab_size for j in range(1 + i)] for i in range(num_mates)
         }
         assert run(model, {**mates, "r": prompt}, chunk, 20)[-1] == want
     other = load_kernels(kernels.isa, 1)
-    assert run(make_model(name, other), {"r": prompt}, 7, 20) == [want]
+    assert other is not None
+    assert run(make(other), {"r": prompt}, 7, 20) == [want]
+
+
+@pytest.mark.parametrize("formats", (UNQUANTIZED, WeightFormats(INT8)), ids=lambda f: f.method)
+@pytest.mark.parametrize("name", ("llama-tied", "gemma3"))
+def test_a_request_is_the_same_in_any_batch(
+    name: str, formats: WeightFormats, kernels: NativeKernels
+) -> None:
+    assert_invariant(lambda kernels: make_model(name, kernels, formats), kernels)
 
 
 @pytest.mark.parametrize("name", ("llama", "gemma3"))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.workers.page_toucher import PIECE_BYTES, PageToucher, touching_order
@@ -30,6 +30,7 @@ def num_resident(memory: torch.Tensor) -> int:
     return sum(page & 1 for page in pages)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200 * PIECE_BYTES), st.integers(1, 40))
 def test_every_piece_once_and_heads_of_buffers_first(num_bytes: int, num_buffers: int) -> None:
     order = list(touching_order(num_bytes, num_buffers))

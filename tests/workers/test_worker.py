@@ -7,13 +7,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.configs.config import (
+    CacheConfig,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    QuantizationMethod,
+    SchedulerConfig,
+)
+from headrace.configs.engine_args import EngineArgs
 from headrace.configs.errors import ConfigurationError, InsufficientMemoryError, ModelFileError
 from headrace.configs.hardware import CpuFacts, cpu_facts
 from headrace.workers import worker as worker_module
 from headrace.workers.protocol import WorkerInfo
 from headrace.workers.worker import Worker
 from tests.kernels.native_ops import available_isas
+from tests.workers.tiny_gguf import write_llama
 from tests.workers.tiny_models import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -97,6 +106,59 @@ def test_kernels_are_chosen_by_type_and_variable(
         start(narrow)
 
 
+def quantized(config: EngineConfig, method: QuantizationMethod) -> EngineConfig:
+    model_config = replace(config.model_config, dtype="bfloat16", quantization=method)
+    return replace(config, model_config=model_config)
+
+
+def gguf_config(path: Path) -> EngineConfig:
+    config = EngineArgs(model=str(path), max_num_seqs=4).create_engine_config()
+    return quantized(config, "gguf")
+
+
+@pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
+def test_weights_are_kept_as_they_are_in_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    types = {"": "Q4_1", "ffn_up": "Q5_K"}  # gate and up are one product
+    path = write_llama(tmp_path / "a.gguf", [types, {"": "Q4_K"}])
+    _, info = start(gguf_config(path))
+    assert f"-torch-{torch.__version__}-bfloat16-gguf-" in info.contract_id
+    found = [line for line in caplog.messages if line.startswith("weights:")]
+    assert found == ["weights: 1.1 MiB, gguf (Q4_K 7, Q4_1 5, BF16 2, Q8_0 1)"]
+    assert "2 matrices are kept in bfloat16: there is no kernel" in caplog.text
+    assert info.memory["weights"] - 1.1 * MIB < 0.2 * MIB  # rotary tables are the rest
+
+
+@pytest.mark.parametrize("method", ("int8_per_channel_weight_only", "gguf"))
+def test_quantization_on_torch(
+    method: QuantizationMethod,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HEADRACE_CPU_KERNELS", "reference")
+    caplog.set_level("INFO")
+    path = write_llama(tmp_path / "a.gguf", [{"": "Q4_1"}])
+    config = quantized(gguf_config(path), method)
+    _, info = start(config)
+    plain = start(quantized(config, "none"))[1]
+    assert info.contract_id.startswith(f"torch-{torch.__version__}-bfloat16-{method}-reference-")
+    assert plain.contract_id.startswith(f"torch-{torch.__version__}-bfloat16-reference-")
+    assert info.memory["weights"] == plain.memory["weights"]
+    assert f"{method} (bfloat16 8)" in caplog.text
+    assert "quantized weights are dequantized into bfloat16" in caplog.text
+
+
+@pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
+def test_random_weights_in_8_bits(tmp_path: Path) -> None:
+    config = quantized(save("llama", tmp_path), "int8_per_channel_weight_only")
+    (tmp_path / "model.safetensors").unlink()
+    _, info = start(replace(config, load_config=LoadConfig("dummy")))
+    assert "-bfloat16-int8_per_channel_weight_only-" in info.contract_id
+
+
 def test_memory_is_accounted_for(tmp_path: Path) -> None:
     config = save("gemma3", tmp_path)
     _, info = start(config)
@@ -132,6 +194,9 @@ def test_too_little_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.M
     available(monkeypatch, 250_000)
     with pytest.raises(InsufficientMemoryError, match=r"weights need .* MiB .* short.*bfloat16"):
         start(save("llama", tmp_path))
+    path = write_llama(tmp_path / "a.gguf", [{"": "Q4_1"}])
+    with pytest.raises(InsufficientMemoryError, match="MiB in bfloat16 with quantization gguf"):
+        start(gguf_config(path))
 
 
 def test_too_little_memory_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,24 +22,25 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, size: int, scale: float, dtype: torch.dtype) -> None:
         super().__init__()
+        self.parts = {"embed_tokens": vocab_size}  # as of a `PackedLinear`, for the head
         self.scale = float(torch.tensor(scale, dtype=dtype))
         self.weight = empty_parameter(vocab_size, size, dtype=dtype)
         self.dtype = dtype
-        self.packed: PackedMatrix | None = None
+        self.packed: tuple[PackedMatrix, ...] = ()  # one at most
 
     def pack(self, matrix: PackedMatrix) -> None:
         """Keep the weight in `matrix`, to be filled through `weight_slots`."""
-        self.packed = matrix
+        self.packed = (matrix,)
         self.weight = nn.Parameter(matrix.data, requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, size]"""
-        if self.packed is not None:
-            return self.packed.lookup(token_ids, self.dtype, self.scale)
+        if self.packed:
+            return self.packed[0].lookup(token_ids, self.dtype, self.scale)
         rows = functional.embedding(token_ids, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
-        if self.packed is not None:
-            return {f"{name}.weight": PackedSlot(self.packed, 0, self.packed.num_outputs)}
+        if self.packed:
+            return {f"{name}.weight": PackedSlot(self.packed[0], 0, self.packed[0].num_outputs)}
         return {f"{name}.weight": TensorSlot(self.weight)}

@@ -43,7 +43,8 @@ class PackedLinear(nn.Module):
 
     `parts` maps the checkpoint's name of each layer to its number of outputs, in the order of the
     packed rows. With `pack`, the weight is kept in the layout of the native products, which then
-    take the place of `forward`.
+    take the place of `forward`: in one matrix, or in several that follow each other, where parts
+    are kept in different formats.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class PackedLinear(nn.Module):
         num_rows = sum(parts.values())
         self.weight = empty_parameter(num_rows, in_features, dtype=dtype)
         self.bias = empty_parameter(num_rows, dtype=dtype) if bias else None
-        self.packed: PackedMatrix | None = None
+        self.packed: tuple[PackedMatrix, ...] = ()
 
-    def pack(self, matrix: PackedMatrix) -> None:
-        """Keep the weight in `matrix`, to be filled through `weight_slots`."""
-        self.packed = matrix
-        self.weight = nn.Parameter(matrix.data, requires_grad=False)
+    def pack(self, *matrices: PackedMatrix) -> None:
+        """Keep the weight in `matrices`, each of whole parts, to be filled by `weight_slots`."""
+        self.packed = matrices
+        for index, matrix in enumerate(matrices):
+            name = f"weight_{index}" if index else "weight"
+            self.register_parameter(name, nn.Parameter(matrix.data, requires_grad=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of outputs]"""
@@ -69,15 +72,20 @@ class PackedLinear(nn.Module):
         slots: dict[str, WeightSlot] = {}
         start = 0
         for name, num_rows in self.parts.items():
-            rows = slice(start, start + num_rows)
-            if self.packed is not None:
-                slots[f"{prefix}{name}.weight"] = PackedSlot(self.packed, start, num_rows)
-            else:
-                slots[f"{prefix}{name}.weight"] = TensorSlot(self.weight[rows])
+            slots[f"{prefix}{name}.weight"] = self._slot(start, num_rows)
             if self.bias is not None:
-                slots[f"{prefix}{name}.bias"] = TensorSlot(self.bias[rows])
+                slots[f"{prefix}{name}.bias"] = TensorSlot(self.bias[start : start + num_rows])
             start += num_rows
         return slots
+
+    def _slot(self, start: int, num_rows: int) -> WeightSlot:
+        """Of the weight's rows from `start`."""
+        if not self.packed:
+            return TensorSlot(self.weight[start : start + num_rows])
+        matrices = iter(self.packed)
+        while start >= (matrix := next(matrices)).num_outputs:
+            start -= matrix.num_outputs
+        return PackedSlot(matrix, start, num_rows)
 
 
 class Linear(PackedLinear):

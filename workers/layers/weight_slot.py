@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from headrace.kernels.dequantize import StoredMatrix
 from headrace.kernels.native import PackedMatrix
 
 
@@ -16,7 +17,7 @@ class WeightSlot(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint tensor."""
 
-    def fill(self, source: torch.Tensor) -> None:
+    def fill(self, source: torch.Tensor | StoredMatrix) -> None:
         """Copy the checkpoint tensor to its place."""
 
 
@@ -37,7 +38,9 @@ class TensorSlot:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.target.shape if self.source_shape is None else self.source_shape)
 
-    def fill(self, source: torch.Tensor) -> None:
+    def fill(self, source: torch.Tensor | StoredMatrix) -> None:
+        if isinstance(source, StoredMatrix):
+            source = source.dequantized(self.target.dtype)
         self.target.copy_(source)
         if self.offset:
             self.target.add_(self.offset)
@@ -55,7 +58,7 @@ class PackedSlot:
     def shape(self) -> tuple[int, ...]:
         return self.num_rows, self.matrix.num_inputs
 
-    def fill(self, source: torch.Tensor) -> None:
+    def fill(self, source: torch.Tensor | StoredMatrix) -> None:
         self.matrix.fill(source, self.first_row)
 
 

@@ -1,11 +1,13 @@
 """The decoder-only transformer that all our model families are cases of."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from headrace.configs.errors import ModelFileError
+from headrace.configs.quantization import INT8
 from headrace.kernels.attention import AttentionMetadata, AttentionPlanner
 from headrace.kernels.native import NativeKernels, NativeMetadata, NativePlanner
 from headrace.kernels.rotary import (
@@ -20,6 +22,7 @@ from headrace.workers.layers import (
     Embedding,
     GatedMLP,
     Linear,
+    PackedLinear,
     RMSNorm,
     WeightSlot,
     linear,
@@ -27,6 +30,7 @@ from headrace.workers.layers import (
 from headrace.workers.layers.weight_slot import allocated
 from headrace.workers.models.decoder_config import DecoderConfig
 from headrace.workers.protocol import KVCacheSpec
+from headrace.workers.weight_formats import UNQUANTIZED, MatrixFormats, WeightFormats
 
 # A step's attention for one KV group, and what makes it; a model takes what its planners make.
 StepAttention = AttentionMetadata | NativeMetadata
@@ -80,15 +84,20 @@ class Decoder(nn.Module):
     Made without memory for its weights; `allocate` gives it some, `weight_slots` says what goes
     where.
 
-    The residual stream and the KV cache have the dtype of the weights.
+    The residual stream and the KV cache have the dtype of the weights. So do quantized weights:
+    `stored_matrices` are to be read as they are in the file and rounded as they would be if they
+    were quantized.
     """
 
     kernels: NativeKernels | None = None  # what its steps run on; None: torch
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, formats: WeightFormats = UNQUANTIZED
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.formats = formats
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = Embedding(vocab, hidden, config.embedding_scale, dtype)
         self.layers = nn.ModuleList(DecoderLayer(config, dtype) for _ in config.layers)
@@ -107,6 +116,19 @@ class Decoder(nn.Module):
     @property
     def num_weight_bytes(self) -> int:
         return sum(p.numel() * p.dtype.itemsize for p in self.parameters())
+
+    @property
+    def stored_matrices(self) -> frozenset[str]:
+        """Matrices, by name, that are to be read as the file has them."""
+        return frozenset(self._matrix_names()) if self.formats.method == INT8 else frozenset()
+
+    @property
+    def matrix_formats(self) -> MatrixFormats:
+        """What the matrices are kept in."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return MatrixFormats(
+            self.formats.method, Counter([dtype] * len(list(self._matrix_names())))
+        )
 
     def num_rotary_bytes(self, max_model_len: int) -> int:
         """Of the tables that `allocate` makes."""
@@ -134,6 +156,22 @@ class Decoder(nn.Module):
             )
             for group in spec.groups
         ]
+
+    def _products(self) -> Iterator[tuple[str, PackedLinear | Embedding]]:
+        """Every matrix that a step multiplies with, in order, with the prefix of its names."""
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            prefix = f"model.layers.{index}."
+            yield f"{prefix}self_attn.", layer.attention.qkv
+            yield f"{prefix}self_attn.", layer.attention.output
+            yield f"{prefix}mlp.", layer.mlp.gate_up
+            yield f"{prefix}mlp.", layer.mlp.down
+        yield ("model.", self.embedding) if self.head is None else ("", self.head)
+
+    def _matrix_names(self) -> Iterator[str]:
+        """The matrices of the checkpoint that they are made of."""
+        for prefix, module in self._products():
+            yield from (f"{prefix}{part}.weight" for part in module.parts)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each checkpoint tensor goes, by its name in transformers."""

@@ -2,14 +2,18 @@
 
 import ctypes
 import mmap
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from headrace.kernels.native import (
+    BLOCK_FORMATS,
     FORMATS,
     Epilogue,
+    Format,
     Kind,
     NativeKernels,
     NativeMetadata,
@@ -25,6 +29,7 @@ from headrace.workers.models.decoder import Decoder, DecoderLayer, StepAttention
 from headrace.workers.models.decoder_config import DecoderConfig
 from headrace.workers.models.op_profile import OpProfile
 from headrace.workers.protocol import KVCacheSpec
+from headrace.workers.weight_formats import UNQUANTIZED, MatrixFormats, WeightFormats
 
 _GATED_EPILOGUES = {
     "silu": Epilogue.SILU_MUL,
@@ -37,6 +42,7 @@ _MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attentio
 # Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream.
 _RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS = range(7)
 _MIN_ROWS = 16
+_ALIGNMENT = 64  # bytes, of a packed matrix
 
 
 def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
@@ -55,41 +61,101 @@ def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """How the weight of a product (or of the embedding alone) is packed.
+
+    `formats`: of its parts, by their names in the checkpoint.
+    """
+
+    module: PackedLinear | Embedding
+    formats: dict[str, Format]
+    is_gated: bool
+
+    @property
+    def matrices(self) -> list[tuple[Format, int]]:
+        """Format and number of rows of each packed matrix: neighbours of one format share one."""
+        matrices: list[tuple[Format, int]] = []
+        for format, num_rows in zip(self.formats.values(), self.module.parts.values(), strict=True):
+            if matrices and matrices[-1][0] is format:
+                num_rows += matrices.pop()[1]
+            matrices.append((format, num_rows))
+        return matrices
+
+
 class NativeDecoder(Decoder):
     """Same weights, same results within rounding, bitwise the same for any batch.
 
     The residual stream and the cache have the model's dtype; everything between two roundings to
     it, such as norm and rotary embedding of a head, or activation and product, is float32.
+    Quantized matrices are multiplied as they are; what comes in is then rounded to 8 bits, per
+    token in blocks of 32.
     """
 
     kernels: NativeKernels
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, kernels: NativeKernels) -> None:
-        super().__init__(config, dtype)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        kernels: NativeKernels,
+        formats: WeightFormats = UNQUANTIZED,
+    ) -> None:
+        super().__init__(config, dtype, formats)
         self.kernels = kernels
+        self._packings = list(self._plan_packings())
         self.op_profile: OpProfile | None = None  # times operations while it is there
         self._layer_ops: ctypes.Array[Op] | None = None
         self._planned_for: KVCache | None = None
         self._head_ops: ctypes.Array[Op] | None = None
         self._row_buffers: dict[int, torch.Tensor] = {}
 
+    @property
+    def num_weight_bytes(self) -> int:
+        packed = [packing.module.weight for packing in self._packings]
+        if not any(weight.is_meta for weight in packed):
+            return super().num_weight_bytes
+        unpacked = sum(weight.numel() * weight.dtype.itemsize for weight in packed)
+        sizes = (self._matrix_bytes(p.module, *m) for p in self._packings for m in p.matrices)
+        return super().num_weight_bytes - unpacked + sum(sizes)
+
+    @property
+    def stored_matrices(self) -> frozenset[str]:
+        return frozenset(
+            name
+            for packing in self._packings
+            for name, format in packing.formats.items()
+            if format is not FORMATS[self.dtype]
+        )
+
+    @property
+    def matrix_formats(self) -> MatrixFormats:
+        counts: Counter[str] = Counter()
+        unsupported: list[str] = []
+        for packing in self._packings:
+            counts.update(format.name for format in packing.formats.values())
+            unsupported += (
+                name
+                for name, format in packing.formats.items()
+                if self.formats.wanted(name) not in (None, format)
+            )
+        return MatrixFormats(self.formats.method, counts, tuple(unsupported))
+
     def allocate(self, max_model_len: int) -> None:
         """As `Decoder.allocate`; matrices get zeroed memory in the layout of the products.
 
         A head that shares the embedding's weight keeps it in that layout, and so does the lookup.
         """
-        modules = list(self._matrices())
-        format = FORMATS[self.dtype]
-        sizes = [self.kernels.packed_bytes(format, *module.weight.shape) for module in modules]
-        memory = _huge_pages(sum(sizes)).split(sizes)
-        gated = {id(layer.mlp.gate_up) for layer in self._layers()}
-        for module, data in zip(modules, memory, strict=True):
-            num_outputs, num_inputs = module.weight.shape
-            module.pack(
-                PackedMatrix(
-                    data, format, num_outputs, num_inputs, self.kernels, id(module) in gated
-                )
-            )
+        sizes = [self._matrix_bytes(p.module, *m) for p in self._packings for m in p.matrices]
+        memory = iter(_huge_pages(sum(sizes)).split(sizes))
+        for packing in self._packings:
+            num_inputs = packing.module.weight.shape[1]
+            matrices = []
+            for format, num_rows in packing.matrices:
+                shape = (num_rows, num_inputs)
+                is_gated = packing.is_gated
+                matrices.append(PackedMatrix(next(memory), format, *shape, self.kernels, is_gated))
+            packing.module.pack(*matrices)
         super().allocate(max_model_len)
 
     def planners(self, spec: KVCacheSpec) -> list[StepPlanner]:
@@ -130,8 +196,8 @@ class NativeDecoder(Decoder):
         """As `Decoder.compute_logits`; the logits are never rounded to its dtype."""
         if self._head_ops is None:
             head = self.embedding if self.head is None else self.head
-            op = _product(head, _RESIDUAL, _LOGITS, Epilogue.STORE_F32, self.norm)
-            self._head_ops = _op_array([op])
+            ops = _products(head, _RESIDUAL, _LOGITS, Epilogue.STORE_F32, self.norm)
+            self._head_ops = _op_array(ops)
         residual = residual.contiguous()
         logits = torch.empty(residual.shape[0], self.config.vocab_size)
         step = self._step(residual)
@@ -151,12 +217,30 @@ class NativeDecoder(Decoder):
             assert isinstance(layer, DecoderLayer)
             yield layer
 
-    def _matrices(self) -> Iterator[PackedLinear | Embedding]:
+    def _plan_packings(self) -> Iterator[_Packing]:
         """In the order in which a step reads them."""
-        for layer in self._layers():
-            yield from (layer.attention.qkv, layer.attention.output)
-            yield from (layer.mlp.gate_up, layer.mlp.down)
-        yield self.embedding if self.head is None else self.head
+        gated = {id(layer.mlp.gate_up) for layer in self._layers()}
+        for prefix, module in self._products():
+            yield self._plan_packing(prefix, module, id(module) in gated)
+        if self.head is not None:
+            alone = self._plan_packing("model.", self.embedding, False)
+            # Numbers are looked up where they lie; int8 would save no time here.
+            if not set(BLOCK_FORMATS.values()).isdisjoint(alone.formats.values()):
+                yield alone
+
+    def _plan_packing(
+        self, prefix: str, module: PackedLinear | Embedding, is_gated: bool
+    ) -> _Packing:
+        """The formats that are wanted, but for gate and up, whose rows are mixed, only one."""
+        names = [f"{prefix}{part}.weight" for part in module.parts]
+        formats = [self.formats.wanted(name) or FORMATS[self.dtype] for name in names]
+        if is_gated and len(set(formats)) > 1:
+            formats = [FORMATS[self.dtype]] * len(names)
+        return _Packing(module, dict(zip(names, formats, strict=True)), is_gated)
+
+    def _matrix_bytes(self, module: PackedLinear | Embedding, format: Format, num_rows: int) -> int:
+        num_bytes = self.kernels.packed_bytes(format, num_rows, module.weight.shape[1])
+        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def _plan_layers(self, kv_cache: KVCache) -> list[Op]:
         ops: list[Op] = []
@@ -168,11 +252,11 @@ class NativeDecoder(Decoder):
             strict=True,
         ):
             qkv, gate_up = layer.attention.qkv, layer.mlp.gate_up
-            ops.append(_product(qkv, _RESIDUAL, _QKV, Epilogue.STORE, layer.input_norm))
+            ops += _products(qkv, _RESIDUAL, _QKV, Epilogue.STORE, layer.input_norm)
             ops.append(_attention(layer.attention, layer_config.rope, pages, group))
             ops += _joining(layer.attention.output, _ATTENDED, layer.attention_post_norm)
             epilogue = _GATED_EPILOGUES[self.config.activation]
-            ops.append(_product(gate_up, _RESIDUAL, _INNER, epilogue, layer.mlp_norm))
+            ops += _products(gate_up, _RESIDUAL, _INNER, epilogue, layer.mlp_norm)
             ops += _joining(layer.mlp.down, _INNER, layer.mlp_post_norm)
         return ops
 
@@ -203,39 +287,48 @@ class NativeDecoder(Decoder):
         }
 
 
-def _product(
+def _products(
     module: PackedLinear | Embedding,
     source: int,
     target: int,
     epilogue: Epilogue,
     norm: RMSNorm | None = None,
-) -> Op:
-    """A product of the rows of `source`, normalized first if there is a `norm`."""
-    matrix = module.packed
-    assert matrix is not None
+) -> list[Op]:
+    """A product of the rows of `source`, normalized first if there is a `norm`.
+
+    It takes an operation for each of the matrices that the weight is packed in.
+    """
     bias = module.bias if isinstance(module, PackedLinear) else None
-    return Op(
-        kind=Kind.PRODUCT,
-        epilogue=epilogue,
-        input=source,
-        output=target,
-        normed=_NORMED,
-        weight=matrix.data.data_ptr(),
-        norm=0 if norm is None else norm.weight.data_ptr(),
-        eps=0.0 if norm is None else norm.eps,
-        bias=0 if bias is None else bias.data_ptr(),
-        num_outputs=matrix.num_outputs,
-        num_inputs=matrix.num_inputs,
-        format=matrix.format,
-    )
+    ops: list[Op] = []
+    column = 0
+    for matrix in module.packed:
+        op = Op(
+            kind=Kind.PRODUCT,
+            epilogue=epilogue,
+            input=source,
+            output=target,
+            normed=_NORMED,
+            weight=matrix.data.data_ptr(),
+            norm=0 if norm is None else norm.weight.data_ptr(),
+            eps=0.0 if norm is None else norm.eps,
+            bias=0 if bias is None else bias[column:].data_ptr(),
+            num_outputs=matrix.num_outputs,
+            num_inputs=matrix.num_inputs,
+            format=matrix.format,
+            is_input_kept=len(ops) > 0,
+            output_column=column,
+        )
+        ops.append(op)
+        column += matrix.num_outputs
+    return ops
 
 
 def _joining(module: PackedLinear, source: int, post_norm: RMSNorm | None) -> list[Op]:
     """The end of a branch: its last product, perhaps normalized, joins the residual stream."""
     if post_norm is None:
-        return [_product(module, source, _RESIDUAL, Epilogue.ADD)]
+        return _products(module, source, _RESIDUAL, Epilogue.ADD)
     return [
-        _product(module, source, _BRANCH, Epilogue.STORE),
+        *_products(module, source, _BRANCH, Epilogue.STORE),
         Op(
             kind=Kind.NORM_ADD,
             input=_BRANCH,

@@ -9,9 +9,11 @@ import torch
 
 from headrace.configs.errors import ModelFileError
 from headrace.configs.model_files.hf_config import normalize_hf_config
+from headrace.kernels.dequantize import StoredMatrix
 from headrace.kernels.native import NativeKernels
 from headrace.workers.models.decoder import Decoder
 from headrace.workers.models.native_decoder import NativeDecoder, obstacle
+from headrace.workers.weight_formats import UNQUANTIZED, WeightFormats
 
 # Architecture -> module of this package with `decoder_config(hf_config) -> DecoderConfig`.
 MODELS: Mapping[str, str] = MappingProxyType(
@@ -33,6 +35,7 @@ def build_model(
     dtype: torch.dtype,
     source: str,
     kernels: NativeKernels | None = None,
+    formats: WeightFormats = UNQUANTIZED,
 ) -> Decoder:
     """A model without memory for its weights. `source` names the model in errors.
 
@@ -49,13 +52,15 @@ def build_model(
     try:
         decoder_config = module.decoder_config(config)
         if kernels is not None and obstacle(decoder_config, dtype) is None:
-            return NativeDecoder(decoder_config, dtype, kernels)
-        return Decoder(decoder_config, dtype)
+            return NativeDecoder(decoder_config, dtype, kernels, formats)
+        return Decoder(decoder_config, dtype, formats)
     except ModelFileError as error:
         raise ModelFileError(f"{source}: {error}") from error
 
 
-def load_weights(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
+def load_weights(
+    model: Decoder, weights: Iterable[tuple[str, torch.Tensor | StoredMatrix]], source: str
+) -> None:
     """Copy every checkpoint tensor to its place. The model must have its memory (`allocate`).
 
     Raises `ModelFileError`, naming the tensor, for one that is missing, unexpected, repeated or of

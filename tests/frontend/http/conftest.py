@@ -6,7 +6,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -23,6 +23,7 @@ from headrace.frontend.http.app import create_app
 from headrace.frontend.http.listener import ServerOptions
 from headrace.frontend.http.server import make_uvicorn_config
 from headrace.frontend.http.server_state import ServerState
+from headrace.frontend.output_stream import OutputStream
 from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.frontend.render_params import ChatParams, TokenizeParams
 from headrace.frontend.stats import StatLoggerBase
@@ -152,6 +153,7 @@ class ScriptedEngine:
         self.seen: list[tuple[SamplingParams, dict[str, Any], RenderedPrompt]] = []
         self.num_aborted = 0
         self.num_requests = 0
+        self._running: dict[OutputStream, asyncio.Task[None]] = {}
         self.last_logprob = -0.5
         self.start_gate: asyncio.Event | None = None
         self.start_failure: HeadraceError | None = None
@@ -197,9 +199,32 @@ class ScriptedEngine:
             return None
         return EngineStats(step=7, num_running=self.num_requests, num_free_blocks=12, num_blocks=16)
 
-    async def generate(
+    def submit(
         self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> OutputStream:
+        stream = OutputStream(request_id, params.output_kind is RequestOutputKind.DELTA)
+        outputs = self._generate(prompt, params, request_id, **options)
+        self._running[stream] = asyncio.create_task(self._bring(outputs, stream))
+        return stream
+
+    def release(self, stream: OutputStream) -> None:
+        self._running.pop(stream).cancel()
+
+    async def _bring(
+        self, outputs: AsyncGenerator[RequestOutput, None], stream: OutputStream
+    ) -> None:
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    stream.put(output)
+                    while stream.has_news:  # one by one, so that tests can count events
+                        await asyncio.sleep(0)
+        except Exception as error:
+            stream.fail(error)
+
+    async def _generate(
+        self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         request = self._admission.admit(
             prompt.token_ids,
             params,

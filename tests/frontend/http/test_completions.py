@@ -234,6 +234,7 @@ def test_context_length(post, engine):
         answer = post("completions", {"prompt": [65] * length, "max_tokens": max_tokens})
         assert answer.status_code == status, (length, max_tokens)
         if status == 400:
+            assert answer.json()["error"]["param"] == "input_tokens"
             assert str(length) in answer.json()["error"]["message"]
             assert "64" in answer.json()["error"]["message"]
         else:

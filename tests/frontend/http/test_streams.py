@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from headrace.configs.errors import NonFiniteLogitsError
 from headrace.frontend.http.listener import ServerOptions
 from headrace.frontend.http.logprobs import FLOOR, finite
-from headrace.frontend.http.sse import with_keep_alive
 from tests.frontend.http.streams import chunks_of, events_of, joined, parts_of
 
 HI = [{"role": "user", "content": "hi"}]
@@ -189,48 +188,3 @@ def test_idle_streams_get_comments(live_server, scripted):
     data = [block for block in blocks if block.startswith("data: ")]
     assert len(data) == 4 and data[-1] == "data: [DONE]"
     assert len(comments) + len(data) == len(blocks)
-
-
-def test_keep_alive_changes_nothing_else():
-    async def events(gaps):
-        for number, gap in enumerate(gaps):
-            await asyncio.sleep(gap)
-            yield b"%d" % number
-
-    async def collect(gaps):
-        return [event async for event in with_keep_alive(events(gaps), 0.05)]
-
-    assert asyncio.run(collect([0, 0, 0])) == [b"0", b"1", b"2"]
-    assert asyncio.run(collect([])) == []
-    slow = asyncio.run(collect([0, 0.13, 0]))
-    assert [event for event in slow if not event.startswith(b":")] == [b"0", b"1", b"2"]
-    assert slow.count(b": keep-alive\n\n") == len(slow) - 3 >= 1
-
-
-def test_keep_alive_passes_faults_on_and_closes_its_source():
-    closed = []
-
-    async def events(fails):
-        try:
-            yield b"a"
-            if fails:
-                raise ValueError("planted")
-            await asyncio.sleep(60)
-        finally:
-            closed.append(True)
-
-    async def go(fails):
-        source = events(fails)
-        stream = with_keep_alive(source, 0.01)
-        assert await anext(stream) == b"a"
-        if fails:
-            with pytest.raises(ValueError, match="planted"):
-                await anext(stream)
-        else:
-            assert await anext(stream) == b": keep-alive\n\n"
-        await stream.aclose()
-        await source.aclose()
-
-    for fails in (True, False):
-        asyncio.run(go(fails))
-    assert len(closed) == 2
