@@ -1,13 +1,21 @@
-"""Compare headrace with transformers' `generate` on the same weights, alternating.
+"""Compare headrace with other engines on the same model, alternating.
 
-Both load the same transformers directory (a GGUF model is converted once, beside its file) in the
-same dtype with as many threads; both generate greedily with a KV cache, transformers with sdpa
-attention; prompts are random, of equal length, and new in each round. Each engine has a process of
-its own, and the one whose turn it is not is stopped, so that it cannot take a core. Every round is
-printed; the ratio of a workload is the median of the ratios of its rounds.
+The peers are transformers' `generate` (with KV cache and sdpa attention), vLLM in a Python that has
+it, and llama.cpp's `llama-batched-bench` on GGUF files of the same model. All use as many threads;
+all generate greedily to fixed lengths; prompts are random, of equal length, and new in each round.
+headrace, transformers and vLLM load the same transformers directory in the same dtype (a GGUF model
+is converted once, beside its file); what --headrace-args say goes before that, another model
+included: '{"model": "FILE.gguf"}'. Each engine has a process of its own, and those whose turn it is
+not are stopped, so that they cannot take a core. Every round is printed; the ratio of a workload is
+the median of the ratios of its rounds.
 
-usage: python scripts/bench/offline.py [MODEL] [--rounds 3] [--dtype bfloat16] [--batch 1 8 32 64]
-           [--prompt-len 32] [--output-len 64] [--prefill 1024] [--threads N] [--json FILE]
+At batch 1 memory is the limit: before each such round the rate is measured at which the machine
+reads a buffer of 1 GiB, and headrace's speed is also a share of rate / (bytes read per token):
+packed weights with the head, and the keys and values of a context of medium length.
+
+usage: python scripts/bench/offline.py [MODEL] [--workloads 1x32+128 ...] [--rounds 3]
+           [--dtype bfloat16] [--threads N] [--headrace-args JSON] [--no-transformers]
+           [--vllm-python PATH ...] [--llama-batched-bench PATH --gguf FILE ...] [--json FILE]
 """
 
 import argparse
@@ -15,110 +23,36 @@ import json
 import os
 import random
 import runpy
-import signal
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from offline_engines import Engine, LlamaEngine, WorkerEngine, Workload
 
-ENGINES = ("headrace", "transformers")
-KV_CACHE_BYTES = 2 << 30
+OURS = "headrace"
+WORKLOADS = ("1x32+128", "8x32+128", "32x32+128", "64x128+128", "1x1024+1")
 VOCABULARY = (1000, 40000)  # prompts are made of these ids
-Generate = Callable[[list[list[int]], int], int]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """`batch` prompts of `num_prompt` tokens, each continued by `num_output` tokens."""
-
-    name: str
-    batch: int
-    num_prompt: int
-    num_output: int
-
-    @property
-    def num_counted(self) -> int:
-        """Tokens that a speed is about: generated ones, or those of the prompt in a prefill."""
-        return self.batch * (self.num_output if self.num_output > 1 else self.num_prompt)
-
-
-class EngineProcess:
-    """An engine in a process of its own that runs only while it has something to do."""
-
-    def __init__(self, engine: str, directory: Path, args: argparse.Namespace) -> None:
-        command = [
-            sys.executable, __file__, str(directory), "--worker", engine, "--dtype", args.dtype,
-            "--threads", str(args.threads), "--tokenizer", args.tokenizer,
-        ]  # fmt: skip
-        environ = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
-        )
-        self.facts = self._answer()
-        self._park()
-
-    def generate(self, prompts: list[list[int]], num_output: int) -> dict[str, Any]:
-        """Seconds, as the process itself measures them, and the number of tokens it made."""
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([prompts, num_output]) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
-        self._park()
-        return answer
-
-    def close(self) -> None:
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"an engine process ended with code {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _park(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To the process and those it started; not to the others of the terminal."""
-        own = psutil.Process(self._process.pid)
-        for process in [own, *own.children(recursive=True)]:
-            process.send_signal(number)
 
 
 def main() -> None:
     args = parse_arguments()
-    if args.worker is not None:
-        work(args)
-        return
     path = resolved(args.model)
-    directory = transformers_directory(path)
-    args.tokenizer = str(path)
-    cores = sorted(os.sched_getaffinity(0))[: args.threads]
-    os.sched_setaffinity(0, cores)
-    engines = {name: EngineProcess(name, directory, args) for name in ENGINES}
-    for name, engine in engines.items():
-        print(json.dumps({"engine": name, **engine.facts}), flush=True)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    engines: list[Engine] = []
     try:
-        results = [compare(engines, workload, args.rounds) for workload in workloads(args)]
+        for engine in start_engines(args, path):
+            engines.append(engine)
+            print(json.dumps({"engine": engine.name, **engine.facts}), flush=True)
+        results = [compare(engines, workload, args) for workload in args.workloads]
     finally:
-        for engine in engines.values():
+        for engine in engines:
             engine.close()
-    print_table(results)
+    print_table(results, [engine.name for engine in engines])
     if args.json is not None:
-        facts = {name: engine.facts for name, engine in engines.items()}
-        options = {"dtype": args.dtype, "threads": args.threads, "rounds": args.rounds}
+        facts = {engine.name: engine.facts for engine in engines}
+        options = {"dtype": args.dtype, "threads": args.threads, "rounds": args.rounds,
+                   "headrace_args": args.headrace_args}  # fmt: skip
         report = {"options": options, "engines": facts, "workloads": results}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -126,139 +60,168 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument(
+        "--workloads", type=Workload.parse, nargs="+", metavar="BATCHxPROMPT+OUTPUT",
+        default=[Workload.parse(text) for text in WORKLOADS],
+        help=f"in tokens; one output token makes a prefill (default: {' '.join(WORKLOADS)})",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="that count; one more warms up")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64])
-    parser.add_argument("--prompt-len", type=int, default=32)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--prefill", type=int, nargs="*", default=[1024], help="prompt lengths")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--headrace-args", type=json.loads, default={}, help="of LLM, as JSON")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument(
+        "--vllm-python", nargs="+", default=[], metavar="PATH",
+        help="a Python that has vLLM, or a script that sets its variables and starts one; each is "
+        "a peer of its own",
+    )  # fmt: skip
+    parser.add_argument("--llama-batched-bench", type=Path, default=None, metavar="PATH")
+    parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="each is a peer")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--tokenizer", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", choices=ENGINES, default=None, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if (args.llama_batched_bench is None) != (not args.gguf):
+        parser.error("--llama-batched-bench and --gguf need each other")
+    if args.rounds < 1:
+        parser.error("--rounds: at least 1")
+    return args
 
 
-def workloads(args: argparse.Namespace) -> list[Workload]:
-    chosen = [
-        Workload(f"decode, batch {batch}", batch, args.prompt_len, args.output_len)
-        for batch in args.batch
-    ]
-    return chosen + [Workload(f"prefill of {length}", 1, length, 1) for length in args.prefill]
+def start_engines(args: argparse.Namespace, path: Path) -> Any:
+    """headrace first, and then the peers."""
+    directory = transformers_directory(path)
+    options = {"dtype": args.dtype, "threads": args.threads}
+    ours = {"tokenizer": str(path)} if "model" not in args.headrace_args else {}
+    ours_options = {**options, "engine_args": {**ours, **args.headrace_args}}
+    yield WorkerEngine(OURS, OURS, sys.executable, directory, ours_options)
+    if not args.no_transformers:
+        kind = "transformers"
+        yield WorkerEngine(kind, kind, sys.executable, directory, options)
+    for python in args.vllm_python:
+        name = "vllm" if len(args.vllm_python) == 1 else f"vllm {Path(python).name}"
+        yield WorkerEngine(name, "vllm", python, directory, options)
+    for file in args.gguf:
+        yield LlamaEngine(args.llama_batched_bench, file, args.threads)
 
 
-def compare(engines: dict[str, EngineProcess], workload: Workload, rounds: int) -> dict[str, Any]:
+def compare(engines: list[Engine], workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s of every round. Who goes first changes from round to round."""
     rng = random.Random(workload.name)
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds + 1):
+    speeds: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    limits: list[dict[str, float]] = []
+    per_token = bytes_per_token(engines[0].facts, workload)
+    for number in range(args.rounds + 1):
         prompts = [
             [rng.randint(*VOCABULARY) for _ in range(workload.num_prompt)]
             for _ in range(workload.batch)
         ]
-        for name in ENGINES if number % 2 else ENGINES[::-1]:
-            answer = engines[name].generate(prompts, workload.num_output)
+        if number and per_token is not None:
+            rate = read_rate(args.threads)
+            limits.append({"read_rate": rate, "tokens_per_s": rate / per_token})
+        for engine in engines if number % 2 else engines[::-1]:
+            answer = engine.generate(prompts, workload)
             if answer["num_tokens"] != workload.batch * workload.num_output:
-                raise SystemExit(f"{name} made {answer['num_tokens']} tokens in {workload.name}")
+                raise SystemExit(
+                    f"{engine.name} made {answer['num_tokens']} tokens in {workload.name}"
+                )
             speed = workload.num_counted / answer["seconds"]
             kind = "warm-up" if number == 0 else f"round {number}"
             print(
                 json.dumps(
-                    {"workload": workload.name, "round": kind, "engine": name,
+                    {"workload": workload.name, "round": kind, "engine": engine.name,
                      "seconds": round(answer["seconds"], 4), "tokens_per_s": round(speed, 1)}
                 ),
                 flush=True,
             )  # fmt: skip
             if number:
-                speeds[name].append(speed)
-    ratios = [ours / theirs for ours, theirs in zip(*speeds.values(), strict=True)]
+                speeds[engine.name].append(speed)
+    result = {"workload": workload.name, **summary(speeds)}
+    if per_token is not None:
+        result["limit"] = limit_summary(speeds[OURS], limits, per_token)
+    return result
+
+
+def summary(speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and of each peer the ratio of ours to theirs, round by round and its median."""
+    ratios = {
+        name: [ours / theirs for ours, theirs in zip(speeds[OURS], values, strict=True)]
+        for name, values in speeds.items()
+        if name != OURS
+    }
     return {
-        "workload": workload.name,
         "tokens_per_s": speeds,
         "medians": {name: statistics.median(values) for name, values in speeds.items()},
         "ratios": ratios,
-        "ratio": statistics.median(ratios),
+        "ratio": {name: statistics.median(values) for name, values in ratios.items()},
     }
 
 
-def print_table(results: list[dict[str, Any]]) -> None:
-    print(f"\n{'tokens/s, medians':<24}{'headrace':>12}{'transformers':>14}{'ratio':>8}")
+def bytes_per_token(facts: dict[str, Any], workload: Workload) -> float | None:
+    """What a decoding step of one sequence reads on average; None for any other workload."""
+    if workload.batch != 1 or workload.is_prefill or "weight_bytes" not in facts:
+        return None
+    context = workload.num_prompt + workload.num_output / 2
+    return float(facts["weight_bytes"] + facts["kv_bytes_per_token"] * context)
+
+
+def limit_summary(
+    speeds: list[float], limits: list[dict[str, float]], per_token: float
+) -> dict[str, Any]:
+    """Shares of the limit that was measured in the same round."""
+    shares = [speed / limit["tokens_per_s"] for speed, limit in zip(speeds, limits, strict=True)]
+    return {
+        "bytes_per_token": per_token,
+        "read_rates": [limit["read_rate"] for limit in limits],
+        "tokens_per_s": statistics.median(limit["tokens_per_s"] for limit in limits),
+        "shares": shares,
+        "share": statistics.median(shares),
+    }
+
+
+def read_rate(threads: int) -> float:
+    """Bytes a second, of a buffer of 1 GiB."""
+    import torch
+
+    from headrace.kernels.bench import read_rate as measure
+
+    torch.set_num_threads(threads)
+    return measure()
+
+
+def print_table(results: list[dict[str, Any]], names: list[str]) -> None:
+    """Medians, in parentheses ours over theirs; then the limits."""
+    width = max(len(name) for name in names) + 4
+    print(f"\n{'tokens/s, medians':<28}" + "".join(f"{name:>{max(width, 18)}}" for name in names))
     for result in results:
-        ours, theirs = (result["medians"][name] for name in ENGINES)
-        print(f"{result['workload']:<24}{ours:>12.1f}{theirs:>14.1f}{result['ratio']:>8.2f}")
+        cells = [f"{result['medians'][OURS]:,.1f}"]
+        for name in names[1:]:
+            cells.append(f"{result['medians'][name]:,.1f} ({result['ratio'][name]:.2f}x)")
+        print(f"{result['workload']:<28}" + "".join(f"{cell:>{max(width, 18)}}" for cell in cells))
+    for result in results:
+        if "limit" not in result:
+            continue
+        limit = result["limit"]
+        rates = ", ".join(f"{rate / 1e9:.1f}" for rate in limit["read_rates"])
+        print(
+            f"{result['workload']}: {limit['bytes_per_token'] / 1e6:,.1f} MB a token; reading 1 "
+            f"GiB at {rates} GB/s; limit {limit['tokens_per_s']:,.1f} tokens/s; "
+            f"headrace reaches {100 * limit['share']:.0f} % of it"
+        )
 
 
 def resolved(model: str) -> Path:
     from headrace.configs.model_files.resolve import resolve_model
 
-    return resolve_model(model)
+    return Path(resolve_model(model))
 
 
 def transformers_directory(path: Path) -> Path:
-    """The directory that both engines load the weights from."""
+    """The directory that engines load the weights from."""
     if path.is_dir():
         return path
     script = Path(__file__).parent.parent / "gguf_to_hf.py"
     directory = path.parent / f"{path.stem}-transformers"
     runpy.run_path(str(script))["convert"](path, directory, "float32")
     return directory
-
-
-def work(args: argparse.Namespace) -> None:
-    """In an engine's process: answer a line of prompts with a line of facts."""
-    load = load_headrace if args.worker == "headrace" else load_transformers
-    generate, facts = load(args)
-    print(json.dumps(facts), flush=True)
-    for line in sys.stdin:
-        prompts, num_output = json.loads(line)
-        began = time.perf_counter()
-        num_tokens = generate(prompts, num_output)
-        seconds = time.perf_counter() - began
-        print(json.dumps({"seconds": seconds, "num_tokens": num_tokens}), flush=True)
-
-
-def load_headrace(args: argparse.Namespace) -> tuple[Generate, dict[str, Any]]:
-    import headrace
-
-    llm = headrace.LLM(
-        args.model, tokenizer=args.tokenizer, dtype=args.dtype,
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
-    )  # fmt: skip
-
-    def generate(prompts: list[list[int]], num_output: int) -> int:
-        params = headrace.SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    return generate, {"version": headrace.__version__}
-
-
-def load_transformers(args: argparse.Namespace) -> tuple[Generate, dict[str, Any]]:
-    import torch
-    import transformers
-
-    torch.set_num_threads(args.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa"
-    ).eval()
-
-    def generate(prompts: list[list[int]], num_output: int) -> int:
-        ids = torch.tensor(prompts)
-        with torch.inference_mode():
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                use_cache=True,
-                min_new_tokens=num_output,
-                max_new_tokens=num_output,
-            )
-        return int(output[:, ids.shape[1] :].numel())
-
-    facts = {"version": transformers.__version__, "torch": torch.__version__,
-             "threads": torch.get_num_threads()}  # fmt: skip
-    return generate, facts
 
 
 if __name__ == "__main__":
