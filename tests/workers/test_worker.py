@@ -80,7 +80,11 @@ def test_serves_a_saved_model(name: str, tmp_path: Path) -> None:
     driver.run({choice: 70}, chunk=30)
     assert_greedy(make_reference(name), driver.tokens[choice], 50)
     worker.shutdown()
-    assert info.contract_id.startswith(f"torch-{torch.__version__}-float32-reference-")
+    library = f"torch-{torch.__version__}-float32-"
+    if available_isas():
+        assert info.contract_id.startswith("native-3-") and f"-{library}" in info.contract_id
+    else:
+        assert info.contract_id.startswith(f"{library}reference-")
     assert info.num_threads == cpu_facts().num_threads
     assert set(info.phases) == {"size memory", "load weights", "warm up"}
 
