@@ -85,7 +85,7 @@ def test_kernels_are_chosen_by_type_and_variable(
     for choice in available_isas():
         monkeypatch.setenv("HEADRACE_CPU_KERNELS", choice)
         worker, info = start(narrow)
-        assert info.contract_id.startswith(f"native-2-{choice}-torch-{torch.__version__}-bfloat16")
+        assert info.contract_id.startswith(f"native-3-{choice}-torch-{torch.__version__}-bfloat16")
         assert worker.kv_cache.wait_until_touched(30.0)
         assert not worker.kv_cache.pool.any()  # the warm-up left nothing
     monkeypatch.setenv("HEADRACE_CPU_KERNELS", "reference")
