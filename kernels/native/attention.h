@@ -14,39 +14,51 @@
 
 namespace {
 
-// Sums of rows, each [rows][wide], with the largest score and the sum of the probabilities of each.
+// Sums of rows, [rows][wide], with the largest score [rows] and the sum of the probabilities, in
+// lanes [rows][HR_LANES].
 struct Sums {
     float* rows;
     float* most;
-    float* total;
+    float* totals;
 
     void clear(int64_t num_rows, int64_t wide) const {
         memset(rows, 0, num_rows * wide * sizeof(float));
-        memset(total, 0, num_rows * sizeof(float));
+        memset(totals, 0, num_rows * HR_LANES * sizeof(float));
         for (int64_t row = 0; row < num_rows; ++row) most[row] = -kInfinity;
     }
 
-    Sums at(int64_t row, int64_t wide) const { return {rows + row * wide, most + row, total + row}; }
+    Sums at(int64_t row, int64_t wide) const {
+        return {rows + row * wide, most + row, totals + row * HR_LANES};
+    }
+
+    // Of the first row: whether it is as it was cleared.
+    bool is_clear() const { return *most == -kInfinity && sum(load(totals)) == 0.0f; }
 };
+
+// sums = sums * factor.
+inline void scale_row(float* sums, float factor, int64_t wide) {
+    for (int64_t i = 0; i < wide; i += HR_LANES)
+        store(sums + i, mul(load(sums + i), splat(factor)));
+}
 
 // Join a row of a part to that of the parts before it; `factor` as in `ScoreRule`.
 inline void join_part(const Sums& part, float factor, int64_t wide, const Sums& whole) {
-    if (*part.most == -kInfinity && *part.total == 0.0f) return;  // nothing seen in it
-    if (*whole.most == -kInfinity && *whole.total == 0.0f) {
+    if (part.is_clear()) return;  // nothing seen in it
+    if (whole.is_clear()) {
         memcpy(whole.rows, part.rows, wide * sizeof(float));
+        memcpy(whole.totals, part.totals, HR_LANES * sizeof(float));
         *whole.most = *part.most;
-        *whole.total = *part.total;
         return;
     }
     const float most = *part.most > *whole.most ? *part.most : *whole.most;
-    const float old_scale = power_of_two((*whole.most - most) * factor);
-    const float new_scale = power_of_two((*part.most - most) * factor);
-    for (int64_t i = 0; i < wide; i += HR_LANES) {
-        const Vec old_sums = mul(load(whole.rows + i), splat(old_scale));
-        store(whole.rows + i, fma(load(part.rows + i), splat(new_scale), old_sums));
-    }
+    const Vec old_scale = power_of_two(splat((*whole.most - most) * factor));
+    const Vec new_scale = power_of_two(splat((*part.most - most) * factor));
+    const auto join = [&](float* old, const float* added) {
+        store(old, fma(load(added), new_scale, mul(load(old), old_scale)));
+    };
+    for (int64_t i = 0; i < wide; i += HR_LANES) join(whole.rows + i, part.rows + i);
+    join(whole.totals, part.totals);
     *whole.most = most;
-    *whole.total = *part.total * new_scale + *whole.total * old_scale;
 }
 
 // One layer's attention on one thread.
@@ -70,11 +82,10 @@ class Attention {
         value_scales_ = (float*)(scratch + s.value_scales);
         scores_ = (float*)(scratch + s.scores);
         probabilities_ = (Factor<E>*)(scratch + s.probabilities);
-        products_ = (float*)(scratch + s.products);
-        float* row_sums = (float*)(scratch + s.row_sums);
-        part_ = {(float*)(scratch + s.part), row_sums, row_sums + kMaxItemRows};
-        whole_ = {(float*)(scratch + s.whole), row_sums + 2 * kMaxItemRows,
-                  row_sums + 3 * kMaxItemRows};
+        part_ = {(float*)(scratch + s.part), (float*)(scratch + s.part_most),
+                 (float*)(scratch + s.part_totals)};
+        whole_ = {(float*)(scratch + s.whole), (float*)(scratch + s.whole_most),
+                  (float*)(scratch + s.whole_totals)};
         row_ends_ = (int64_t*)(scratch + s.row_ends);
     }
 
@@ -83,37 +94,51 @@ class Attention {
     }
 
     // One item and K and V head. Its sums go to `partial` [rows][partial_size], if that is not
-    // null, and its results to the output otherwise.
-    void attend(const Item& item, int64_t kv_head, float* partial) const {
+    // null, and its results to the output otherwise. `next`: what this thread will attend to
+    // afterwards, or null.
+    void attend(const Item& item, int64_t kv_head, float* partial, const TileSource* next) const {
         const int64_t rows = item.num_tokens * heads_;
         load_queries(item, kv_head);
-        for (int64_t row = 0; row < rows; ++row)
-            row_ends_[row] = item.first_position + row / heads_ + 1;
-        add_parts(item, kv_head, 0, rows, false);
+        for (int64_t t = 0, row = 0; t < item.num_tokens; ++t)
+            for (int64_t h = 0; h < heads_; ++h) row_ends_[row++] = item.first_position + t + 1;
+        add_parts(item, kv_head, 0, rows, false, next);
         // Values that a row does not see have the weight 0, which is enough if they are finite.
-        uint8_t is_finite[kMaxItemRows];
-        for (int64_t row = 0; row < rows; ++row) {
-            is_finite[row] = are_finite(whole_.at(row, wide_).rows);
-            if (is_finite[row]) finish(item, kv_head, row, whole_.at(row, wide_), partial);
+        bool is_finite[kMaxItemRows];
+        for (int64_t t = 0, row = 0; t < item.num_tokens; ++t) {
+            for (int64_t h = 0; h < heads_; ++h, ++row) {
+                const Sums sums = whole_.at(row, wide_);
+                is_finite[row] = are_finite(sums.rows);
+                if (is_finite[row]) finish(item, kv_head, t, h, sums, partial);
+            }
         }
         for (int64_t row = 0; row < rows; ++row) {
             if (is_finite[row]) continue;
-            add_parts(item, kv_head, row, row + 1, true);
-            finish(item, kv_head, row, whole_.at(row, wide_), partial);
+            add_parts(item, kv_head, row, row + 1, true, nullptr);
+            finish(item, kv_head, row / heads_, row % heads_, whole_.at(row, wide_), partial);
         }
+    }
+
+    // The first tile of an item.
+    TileSource first_tile(const Item& item, int64_t kv_head) const {
+        const int64_t seen = window_ == 0 ? 0 : item.first_position + 1 - window_;
+        const int64_t start = (seen > item.from ? seen : item.from) / kTile * kTile;
+        const int64_t end = item.first_position + item.num_tokens;
+        return {step_.groups[op_.group].slots[item.sequence], kv_head, start,
+                (item.to < end ? item.to : end) - start};
     }
 
     // The parts of some tokens, which different threads have computed; `first` is the first part's.
     void join(const Item& first, int64_t kv_head, float* partials) const {
         const int64_t rows = first.num_tokens * heads_, row_size = partial_size(dim_);
-        for (int64_t row = 0; row < rows; ++row) {
-            whole_.clear(1, wide_);
-            float* sums = partials + (first.partial + kv_head * rows + row) * row_size;
-            for (int64_t part = 0; part < first.num_parts; ++part) {
-                join_part({sums, sums + wide_, sums + wide_ + 1}, rule_.factor, wide_, whole_);
-                sums += op_.num_kv_heads * rows * row_size;
+        float* sums = partials + (first.partial + kv_head * rows) * row_size;
+        for (int64_t t = 0; t < first.num_tokens; ++t) {
+            for (int64_t h = 0; h < heads_; ++h, sums += row_size) {
+                whole_.clear(1, wide_);
+                for (int64_t part = 0; part < first.num_parts; ++part)
+                    join_part(packed(sums + part * op_.num_kv_heads * rows * row_size),
+                              rule_.factor, wide_, whole_);
+                finish(first, kv_head, t, h, whole_, nullptr);
             }
-            finish(first, kv_head, row, whole_, nullptr);
         }
     }
 
@@ -140,21 +165,26 @@ class Attention {
 
     // Keys of the item that rows see, from `first` to `end`, into the sums of these rows.
     // `is_exact`: other values do not even get the weight 0.
-    void add_parts(const Item& item, int64_t kv_head, int64_t first, int64_t end,
-                   bool is_exact) const {
-        const TileLoader<E, C> loader = {
-            pages_, step_.groups[op_.group].slots[item.sequence], kv_head,
-            keys_,  values_, key_scales_, value_scales_};
+    void add_parts(const Item& item, int64_t kv_head, int64_t first, int64_t end, bool is_exact,
+                   const TileSource* next) const {
+        const TileLoader<E, C> loader = {pages_, keys_, values_, key_scales_, value_scales_};
         const int64_t last_key = item.to < row_ends_[end - 1] ? item.to : row_ends_[end - 1];
         const int64_t first_key = item.from > row_start(first) ? item.from : row_start(first);
+        const bool is_streamed = end - first <= kStripRows<E>;  // one pass over each tile
+        TileSource source = {step_.groups[op_.group].slots[item.sequence], kv_head,
+                             first_key / kTile * kTile, 0};
         whole_.at(first, wide_).clear(end - first, wide_);
-        for (int64_t start = first_key / kTile * kTile; start < last_key;) {
+        for (int64_t& start = source.start; start < last_key;) {
             const int64_t part_end = (start / kPart + 1) * kPart;
             part_.at(first, wide_).clear(end - first, wide_);
             for (; start < last_key && start < part_end; start += kTile) {
-                const int64_t from = first_key > start ? first_key - start : 0;
-                const int64_t to = last_key - start < kTile ? last_key - start : kTile;
-                const Tile<E> tile = loader.tile_at(start, from, to, is_exact);
+                source.count = last_key - start;
+                const TileSource following = {source.slots, kv_head, start + kTile,
+                                              source.count - kTile};
+                const bool is_last = following.count <= 0;
+                const Tile<E> tile =
+                    loader.tile_at(source, first_key > start ? first_key - start : 0, is_exact,
+                                   !is_streamed ? nullptr : is_last ? next : &following);
                 for (int64_t row = first; row < end; row += kSoftmaxRows)
                     add_tile(tile, start, row, end - row < kSoftmaxRows ? end : row + kSoftmaxRows);
             }
@@ -171,45 +201,44 @@ class Attention {
         const int64_t end_group = to > kTile ? kTileGroups : (to + kKeyGroup - 1) / kKeyGroup;
         const int64_t rows = end - first;
         multiply_keys<E>(rows, queries_ + first * dim_, dim_, tile, first_group, end_group, scores_);
-        const Softmax<E> softmax = {rule_, tile, first_group, end_group};
+        const Softmax<E, Pages<E, C>::kHasScales> softmax = {
+            rule_, tile, (int)(first_group * kKeyGroup), (int)(end_group * kKeyGroup)};
         uint64_t seen[kSoftmaxRows];
         float kept[kSoftmaxRows + HR_LANES], most[kSoftmaxRows];
         for (int64_t r = 0; r < rows; ++r) {
-            seen[r] = seen_keys(start, row_start(first + r), row_ends_[first + r]);
+            seen[r] = seen_keys(row_start(first + r) - start, row_ends_[first + r] - start);
             const float before = part_.most[first + r];
             most[r] = softmax.fold_scores(scores_ + r * kTile, seen[r], before);
             kept[r] = most[r] == before ? 0.0f : (before - most[r]) * rule_.factor;
+            part_.most[first + r] = most[r];
         }
         for (int64_t r = 0; r < rows; r += HR_LANES) store(kept + r, power_of_two(load(kept + r)));
         for (int64_t r = 0; r < rows; ++r) {
-            const float total = softmax.exponentiate(scores_ + r * kTile, seen[r], most[r],
-                                                     probabilities_ + r * kTile);
-            part_.most[first + r] = most[r];
-            part_.total[first + r] = part_.total[first + r] * kept[r] + total;
+            const Sums sums = part_.at(first + r, wide_);
+            softmax.exponentiate(scores_ + r * kTile, seen[r], most[r], kept[r],
+                                 probabilities_ + r * kTile, sums.totals);
+            if (kept[r] != 1.0f) scale_row(sums.rows, kept[r], wide_);
         }
-        multiply_values<E>(rows, probabilities_, tile, first_group, end_group, wide_, products_);
-        for (int64_t r = 0; r < rows; ++r) {
-            float* sums = part_.rows + (first + r) * wide_;
-            const float* products = products_ + r * wide_;
-            // Adding 0 makes one of -0 and +0, which keys of weight 0 may decide between.
-            for (int64_t i = 0; i < wide_; i += HR_LANES)
-                store(sums + i, fma(load(sums + i), splat(kept[r]),
-                                    add(load(products + i), splat(0.0f))));
-        }
+        add_values<E>(rows, probabilities_, tile, first_group, end_group, wide_,
+                      part_.rows + first * wide_);
     }
 
-    void finish(const Item& item, int64_t kv_head, int64_t row, const Sums& sums,
+    // A row of partial sums.
+    Sums packed(float* place) const { return {place, place + wide_ + HR_LANES, place + wide_}; }
+
+    // The row of query head `h`, of those that share the K and V head, and of the item's token `t`.
+    void finish(const Item& item, int64_t kv_head, int64_t t, int64_t h, const Sums& sums,
                 float* partial) const {
         if (partial != nullptr) {
-            float* place = partial + row * partial_size(dim_);
-            memcpy(place, sums.rows, wide_ * sizeof(float));
-            place[wide_] = *sums.most;
-            place[wide_ + 1] = *sums.total;
+            const Sums place = packed(partial + (t * heads_ + h) * partial_size(dim_));
+            memcpy(place.rows, sums.rows, wide_ * sizeof(float));
+            memcpy(place.totals, sums.totals, HR_LANES * sizeof(float));
+            *place.most = *sums.most;
             return;
         }
-        const int64_t head = kv_head * heads_ + row % heads_;
-        E* out = row_of<E>(step_, op_.output, item.first_row + row / heads_) + head * dim_;
-        float scale = 1.0f, total = *sums.total;
+        const int64_t head = kv_head * heads_ + h;
+        E* out = row_of<E>(step_, op_.output, item.first_row + t) + head * dim_;
+        float scale = 1.0f, total = sum(load(sums.totals));
         if (op_.sinks != nullptr) {  // one more key, whose value is 0
             const float sink = op_.sinks[head] * 1.44269504f - *sums.most * rule_.factor;
             if (sink > 0.0f) scale = power_of_two(-sink);
@@ -217,6 +246,7 @@ class Attention {
         }
         for (int64_t i = 0; i < dim_; i += HR_LANES) {
             const Vec value = div(mul(load(sums.rows + i), splat(scale)), splat(total));
+            // Adding 0 makes one of -0 and +0, which keys of weight 0 may decide between.
             store_some(out + i, add(value, splat(0.0f)), dim_ - i);
         }
     }
@@ -233,10 +263,11 @@ class Attention {
     float* value_scales_;
     float* scores_;
     Factor<E>* probabilities_;
-    float* products_;
     Sums part_, whole_;
     int64_t* row_ends_;
 };
+
+constexpr int64_t kManyItems = 8;  // per thread
 
 inline int64_t take(int32_t* counter) {
     return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
@@ -260,16 +291,21 @@ inline void run_attention(const Work& work, int64_t index, int thread, int num_t
         work.meet(work.barrier);
     }
     int32_t* counters = work.counters + 2 * index;
-    for (int64_t i; (i = take(counters)) < count;) {
+    // Where there are many, a thread takes its next one early, to prefetch what that begins with.
+    const bool looks_ahead = count >= kManyItems * num_threads;
+    for (int64_t i = take(counters), next = i; i < count; i = next) {
         const Item& item = group.items[i / kv_heads];
-        const int64_t head = i % kv_heads;
+        const int64_t head = i % kv_heads, rows = item.num_tokens * (op.num_heads / kv_heads);
         if (!is_rotated && group.is_alone)
             attention.rotate(item.first_row, group.token_slots[item.first_row], head);
-        const int64_t rows = item.num_tokens * (op.num_heads / kv_heads);
+        TileSource source;
+        if (looks_ahead && (next = take(counters)) < count)
+            source = attention.first_tile(group.items[next / kv_heads], next % kv_heads);
         float* partial = item.part < 0
                              ? nullptr
                              : work.partials + (item.partial + head * rows) * row_size;
-        attention.attend(item, head, partial);
+        attention.attend(item, head, partial, looks_ahead && next < count ? &source : nullptr);
+        if (!looks_ahead) next = take(counters);
     }
     if (!group.has_parts) return;
     work.meet(work.barrier);

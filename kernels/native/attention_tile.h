@@ -1,8 +1,9 @@
 // What happens to some rows and one tile of keys: scores, probabilities, weighted values.
 //
 // Products of bf16 rows follow rule N1, with probabilities rounded to bf16; of other rows they are
-// chains of fused multiply-adds in fp32, ascending over dims and over keys. Keys that no row sees
-// may be left out 16 at a time: they would add 0.
+// chains of fused multiply-adds in fp32, ascending over dims and over keys. Weighted values are
+// added to what the tiles before have left: c does not begin at 0. Keys that no row sees may be
+// left out 16 at a time: they would add 0.
 #pragma once
 
 #include "cache.h"
@@ -33,17 +34,19 @@ constexpr int kStripVectors<bf16> = HR_HAS_BF16 ? 4 : 2;
 
 // R rows of x times V vectors of outputs, over sections of 16 k from `first` to `end`, of which the
 // last may end early, at `size`. `line(section, v)`: where vector v of the first k (or pair of k)
-// of a section lies; the next one lies `stride` elements further. Results go to c [R][V vectors].
+// of a section lies; the next one lies `stride` elements further. c [R][V vectors] is set, or added
+// to if `kIsAdded`.
 #if HR_HAS_BF16
 
-template <int R, int V, typename Line>
+template <int R, int V, bool kIsAdded, typename Line>
 inline void multiply_strip(const bf16* x, int64_t x_stride, int64_t first, int64_t end,
                            int64_t size, Line line, int64_t stride, float* c, int64_t c_stride) {
     __m512 sums[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sums[r][v] = _mm512_setzero_ps();
+        for (int v = 0; v < V; ++v)
+            sums[r][v] = kIsAdded ? load(c + r * c_stride + v * HR_LANES) : splat(0.0f);
     for (int64_t section = first; section < end; ++section) {
         const bf16* lines[V];
 #pragma GCC unroll 8
@@ -72,10 +75,10 @@ inline void multiply_strip(const bf16* x, int64_t x_stride, int64_t first, int64
 
 #else
 
-template <int R, int V, typename Line>
+template <int R, int V, bool kIsAdded, typename Line>
 inline void multiply_strip(const bf16* x, int64_t x_stride, int64_t first, int64_t end,
                            int64_t size, Line line, int64_t stride, float* c, int64_t c_stride) {
-    bool is_first = true;
+    bool is_first = !kIsAdded;
     for (int64_t section = first; section < end;) {
         Vec even[R][V], odd[R][V];
 #pragma GCC unroll 8
@@ -120,14 +123,15 @@ inline void multiply_strip(const bf16* x, int64_t x_stride, int64_t first, int64
 
 #endif
 
-template <int R, int V, typename E, typename Line>
+template <int R, int V, bool kIsAdded, typename E, typename Line>
 inline void multiply_strip(const float* x, int64_t x_stride, int64_t first, int64_t end,
                            int64_t size, Line line, int64_t stride, float* c, int64_t c_stride) {
     Vec sums[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sums[r][v] = splat(0.0f);
+        for (int v = 0; v < V; ++v)
+            sums[r][v] = kIsAdded ? load(c + r * c_stride + v * HR_LANES) : splat(0.0f);
     for (int64_t section = first; section < end; ++section) {
         const E* lines[V];
 #pragma GCC unroll 8
@@ -152,7 +156,7 @@ inline void multiply_strip(const float* x, int64_t x_stride, int64_t first, int6
 }
 
 // Sections, rows and outputs of one product.
-template <typename E>
+template <typename E, bool kIsAdded>
 struct Strips {
     const Factor<E>* x;
     int64_t x_stride;
@@ -168,10 +172,11 @@ struct Strips {
         const Factor<E>* rows = x + row * x_stride;
         float* sums = c + row * c_stride + vector * HR_LANES;
         if constexpr (kSame<E, bf16>) {
-            multiply_strip<R, V>(rows, x_stride, first, end, size, line_of, stride, sums, c_stride);
+            multiply_strip<R, V, kIsAdded>(rows, x_stride, first, end, size, line_of, stride, sums,
+                                           c_stride);
         } else {
-            multiply_strip<R, V, E>(rows, x_stride, first, end, size, line_of, stride, sums,
-                                    c_stride);
+            multiply_strip<R, V, kIsAdded, E>(rows, x_stride, first, end, size, line_of, stride,
+                                              sums, c_stride);
         }
     }
 
@@ -202,6 +207,13 @@ struct Strips {
     }
 };
 
+// 16 keys or values of 16 dims; those of a pair lie in one row.
+template <typename E>
+inline void prefetch_rows(const E* first, int64_t stride) {
+#pragma GCC unroll 16
+    for (int row = 0; row < 16 / kPair<E>; ++row) prefetch_far(first + row * stride);
+}
+
 // Scores [num_rows][kTile] of queries [num_rows][dim] and the keys of some groups of a tile.
 template <typename E>
 inline void multiply_keys(int64_t num_rows, const Factor<E>* queries, int64_t dim,
@@ -209,22 +221,27 @@ inline void multiply_keys(int64_t num_rows, const Factor<E>* queries, int64_t di
                           float* scores) {
     constexpr int64_t kVectors = kKeyGroup / HR_LANES;  // of a group
     constexpr int64_t P = kPair<E>;
-    const Strips<E> strips = {queries, dim, 0, (dim + 15) / 16, dim, tile.key_stride, scores, kTile};
-    strips.multiply_all(num_rows, first_group * kVectors, end_group * kVectors,
-                        [&](int64_t section, int64_t v) {
-                            return tile.keys[v / kVectors] + v % kVectors * HR_LANES * P +
-                                   section * (16 / P) * tile.key_stride;
-                        });
+    const Strips<E, false> strips = {queries,         dim,    0,    (dim + 15) / 16, dim,
+                                     tile.key_stride, scores, kTile};
+    strips.multiply_all(
+        num_rows, first_group * kVectors, end_group * kVectors, [&](int64_t section, int64_t v) {
+            const int64_t group = v / kVectors, row = section * (16 / P);
+            if (v % kVectors == 0 && tile.next_keys[group] != nullptr)
+                prefetch_rows(tile.next_keys[group] + row * tile.key_stride, tile.key_stride);
+            return tile.keys[group] + v % kVectors * HR_LANES * P + row * tile.key_stride;
+        });
 }
 
-// Sums [num_rows][wide] of the values of some groups of a tile, weighted with probabilities
-// [num_rows][kTile].
+// Adds the values of some groups of a tile, weighted with probabilities [num_rows][kTile], to sums
+// [num_rows][wide].
 template <typename E>
-inline void multiply_values(int64_t num_rows, const Factor<E>* probabilities, const Tile<E>& tile,
-                            int64_t first_group, int64_t end_group, int64_t wide, float* products) {
-    const Strips<E> strips = {probabilities, kTile, first_group, end_group, kTile,
-                              tile.value_stride, products, wide};
+inline void add_values(int64_t num_rows, const Factor<E>* probabilities, const Tile<E>& tile,
+                       int64_t first_group, int64_t end_group, int64_t wide, float* sums) {
+    const Strips<E, true> strips = {probabilities, kTile, first_group, end_group, kTile,
+                                    tile.value_stride, sums, wide};
     strips.multiply_all(num_rows, 0, wide / HR_LANES, [&](int64_t section, int64_t v) {
+        if (v * HR_LANES % 16 == 0 && tile.next_values[section] != nullptr)
+            prefetch_rows(tile.next_values[section] + v * HR_LANES * 16, 16 * kPair<E>);
         return tile.values[section] + v * HR_LANES * kPair<E>;
     });
 }
@@ -276,15 +293,6 @@ inline float top(Vec v) {
 #endif
 }
 
-inline void store_probabilities(float* p, Vec v) { store(p, v); }
-inline void store_probabilities(bf16* p, Vec v) {
-#ifdef __AVX512BF16__
-    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v));  // none is denormal
-#else
-    store(p, v);
-#endif
-}
-
 // From products to scores, in units of which 2 to the power is taken.
 struct ScoreRule {
     float scale;     // of products before a cap
@@ -298,58 +306,66 @@ inline ScoreRule score_rule(const hr_op& op) {
     return {op.scale / op.soft_cap, op.soft_cap, op.soft_cap * kLog2E};
 }
 
-// The keys of a tile that one row sees: bit i for key i. `from` and `to` are positions.
-inline uint64_t seen_keys(int64_t start, int64_t from, int64_t to) {
-    const int64_t low = from > start ? from - start : 0, high = to - start;
-    if (high <= low || low >= kTile) return 0;
-    const uint64_t below = high >= kTile ? ~(uint64_t)0 : ((uint64_t)1 << high) - 1;
-    return below >> low << low;
+// The keys of a tile that one row sees, `from` to `to`: bit i for key i.
+inline uint64_t seen_keys(int64_t from, int64_t to) {
+    const auto below = [](int64_t key) {
+        return key <= 0 ? 0 : key >= kTile ? ~(uint64_t)0 : ((uint64_t)1 << key) - 1;
+    };
+    return below(to) & ~below(from);
 }
 
-// What rows of scores become, and what comes of them.
-template <typename E>
+// What rows of scores become, and what comes of them; of some groups of keys.
+template <typename E, bool kHasScales>
 struct Softmax {
     ScoreRule rule;
     const Tile<E>& tile;
-    int64_t first_group, end_group;
+    int first, end;  // keys
 
-    static constexpr int kVectors = kTile / HR_LANES;
-    int first() const { return (int)(first_group * kKeyGroup / HR_LANES); }
-    int end() const { return (int)(end_group * kKeyGroup / HR_LANES); }
-
-    // The largest score of a row that is seen, and `before`; scores are scaled and capped in place.
+    // The largest score that is seen, or `before` if that is larger. Scores are scaled and capped
+    // in place.
     float fold_scores(float* scores, uint64_t seen, float before) const {
+        if (kHasScales || rule.soft_cap != 0.0f) finish_scores(scores);
         Vec most = splat(before);
-        for (int v = first(); v < end(); ++v) {
-            Vec score = load(scores + v * HR_LANES);
-            if (tile.key_scales != nullptr)
-                score = mul(score, load(tile.key_scales + v * HR_LANES));
-            if (rule.soft_cap != 0.0f) score = tanh_of(mul(score, splat(rule.scale)));
-            if (tile.key_scales != nullptr || rule.soft_cap != 0.0f)
-                store(scores + v * HR_LANES, score);
-            const uint32_t bits = (uint32_t)(seen >> v * HR_LANES);
-            most = max(chosen(bits, score, splat(-kInfinity)), most);
+        if (~seen == 0) {
+            for (int key = first; key < end; key += HR_LANES) most = max(load(scores + key), most);
+        } else {
+            for (int key = first; key < end; key += HR_LANES)
+                most = max(chosen((uint32_t)(seen >> key), load(scores + key), splat(-kInfinity)), most);
         }
         return top(most);
     }
 
-    // Probabilities from scores, exactly 0 for keys that are not seen. Returns their sum, before
-    // they are rounded.
-    float exponentiate(const float* scores, uint64_t seen, float most,
-                       Factor<E>* probabilities) const {
+    // Probabilities from scores, exactly 0 for keys that are not seen. Adds to `totals` [HR_LANES],
+    // before they are rounded.
+    void exponentiate(const float* scores, uint64_t seen, float most, float kept,
+                      Factor<E>* probabilities, float* totals) const {
         const Vec factor = splat(rule.factor), shift = splat(-most * rule.factor);
-        Vec sums = splat(0.0f);
-        for (int v = first(); v < end(); ++v) {
-            const Vec power = power_of_two(fma(load(scores + v * HR_LANES), factor, shift));
-            Vec p = chosen((uint32_t)(seen >> v * HR_LANES), power, splat(0.0f));
+        Vec sums = mul(load(totals), splat(kept));
+        const auto add_vector = [&](int key, auto only_seen) {
+            const Vec score = load(scores + key);
+            Vec p = only_seen(power_of_two(fma(score, factor, shift)));
             sums = add(sums, p);
-            if (tile.value_scales != nullptr) {
-                p = mul(p, load(tile.value_scales + v * HR_LANES));
-                p = chosen((uint32_t)(seen >> v * HR_LANES), p, splat(0.0f));
-            }
-            store_probabilities(probabilities + v * HR_LANES, p);
+            if (kHasScales) p = only_seen(mul(p, load(tile.value_scales + key)));
+            store_quick(probabilities + key, p);
+        };
+        if (~seen == 0) {
+            for (int key = first; key < end; key += HR_LANES)
+                add_vector(key, [](Vec p) { return p; });
+        } else {
+            for (int key = first; key < end; key += HR_LANES)
+                add_vector(key, [&](Vec p) { return chosen((uint32_t)(seen >> key), p, splat(0.0f)); });
         }
-        return sum(sums);
+        store(totals, sums);
+    }
+
+  private:
+    void finish_scores(float* scores) const {
+        for (int key = first; key < end; key += HR_LANES) {
+            Vec score = load(scores + key);
+            if (kHasScales) score = mul(score, load(tile.key_scales + key));
+            if (rule.soft_cap != 0.0f) score = tanh_of(mul(score, splat(rule.scale)));
+            store(scores + key, score);
+        }
     }
 };
 

@@ -40,9 +40,9 @@ struct Pages {
         return 2 * num_heads * (head_size() * (int64_t)sizeof(C) + scales);
     }
 
-    // The numbers of a token's K row and its head's, as `interface.h` counts them.
+    // One head's part of a token's block.
     struct Place {
-        C* keys;              // of its block and one head
+        C* keys;
         C* values;
         float* key_scales;    // [block_size]
         float* value_scales;
@@ -61,10 +61,12 @@ struct Pages {
     int64_t key_index(int64_t offset, int64_t d) const {
         return (d / P * block_size + offset) * P + d % P;
     }
+    // Keys whose values lie side by side with those of this one, itself included.
+    int64_t value_width(int64_t offset) const {
+        return offset / P * P + P <= block_size ? P : 1;
+    }
     int64_t value_index(int64_t offset, int64_t d) const {
-        const int64_t row = offset / P * P;
-        const int64_t width = row + P <= block_size ? P : 1;
-        return row * dim + d * width + offset % P;
+        return offset / P * P * dim + d * value_width(offset) + offset % P;
     }
 
     // Whether the products can read 16 keys where they lie.
@@ -91,9 +93,9 @@ inline float int8_scale(const E* row, int64_t size, float* scale) {
     return amax > 0.0f ? 127.0f / amax : 0.0f;
 }
 
-// One head's K or V of a token: `index` says where in `out` each dim goes.
-template <typename E, typename C, typename Index>
-inline void write_row(const E* row, int64_t size, Index index, C* out, float* scale) {
+// One head's K or V of a token: kRun elements lie together, the next ones `stride` elements further.
+template <int kRun, typename E, typename C>
+inline void write_row(const E* row, int64_t size, C* out, int64_t stride, float* scale) {
     float factor = 1.0f;
     if constexpr (kSame<C, int8_t>) factor = int8_scale(row, size, scale);
     for (int64_t i = 0; i < size; i += HR_LANES) {
@@ -101,8 +103,9 @@ inline void write_row(const E* row, int64_t size, Index index, C* out, float* sc
         const Vec v = load_some(row + i, count);
         C lanes[HR_LANES];
         store(lanes, kSame<C, int8_t> ? mul(v, splat(factor)) : v);
-        // Element by element: a neighbour in memory may be another thread's token.
-        for (int64_t lane = 0; lane < count; ++lane) out[index(i + lane)] = lanes[lane];
+        // Run by run: what lies between may be another thread's token.
+        for (int64_t lane = 0; lane < count; lane += kRun, out += stride)
+            memcpy(out, lanes + lane, kRun * sizeof(C));
     }
 }
 
@@ -122,15 +125,16 @@ inline void rotate_token(const hr_op& op, const hr_step& step, const Pages<E, C>
     rotate_head(op.num_heads + kv_head);
     const E* key = qkv + (op.num_heads + kv_head) * dim;
     const auto place = pages.place(slot, kv_head);
-    write_row(key, dim, [&](int64_t d) { return pages.key_index(place.offset, d); }, place.keys,
-              place.key_scales + place.offset);
-    write_row(key + op.num_kv_heads * dim, dim,
-              [&](int64_t d) { return pages.value_index(place.offset, d); }, place.values,
-              place.value_scales + place.offset);
+    constexpr int64_t P = kPair<E>;
+    write_row<P>(key, dim, place.keys + place.offset * P, pages.block_size * P,
+                 place.key_scales + place.offset);
+    write_row<1>(key + op.num_kv_heads * dim, dim,
+                 place.values + pages.value_index(place.offset, 0),
+                 pages.value_width(place.offset), place.value_scales + place.offset);
 }
 
-// 64 keys of one head at an absolute position, as the products read them. Keys and dims beyond what
-// there is may hold anything; values beyond `kTile` groups asked for are not there.
+// 64 keys of one head at an absolute position, as the products read them. Groups of keys that were
+// not asked for are not there; keys and dims beyond what there is may hold anything.
 template <typename E>
 struct Tile {
     const E* keys[kTileGroups];    // of 16 keys: [dims / P] rows of `key_stride`, [16][P] each
@@ -138,18 +142,39 @@ struct Tile {
     int64_t key_stride, value_stride;  // elements
     const float* key_scales;           // [kTile] or null
     const float* value_scales;
+    // What to prefetch on the way: the same of the tile that will be next, or null.
+    const E* next_keys[kTileGroups];
+    const E* next_values[kTileGroups];
 };
 
-// `count` elements in another format.
+// Rounded to nearest even; without care for denormals, which are 0 here.
+template <typename E>
+inline void store_quick(E* p, Vec v) {
+    store(p, v);
+}
+#ifdef __AVX512BF16__
+inline void store_quick(bf16* p, Vec v) {
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v));
+}
+#endif
+
+// `count` elements in another format, which can hold them.
 template <typename C, typename E>
 inline void convert(const C* from, int64_t count, E* to) {
-    for (int64_t i = 0; i < count; i += HR_LANES)
-        store_some(to + i, load_some(from + i, count - i), count - i);
+    for (; count >= HR_LANES; count -= HR_LANES, from += HR_LANES, to += HR_LANES)
+        store_quick(to, load(from));
+    if (count > 0) store_some(to, load_some(from, count), count);
+}
+template <typename E>
+inline void convert(const E* from, int64_t count, E* to) {
+    memcpy(to, from, count * sizeof(E));
 }
 
 inline float element(int8_t value) { return value; }
 template <typename C>
-inline float element(C value) { return to_float(value); }
+inline float element(C value) {
+    return to_float(value);
+}
 
 inline void set_element(float* out, float value) { *out = value; }
 inline void set_element(f16* out, float value) { out->bits = _cvtss_sh(value, 0); }
@@ -159,50 +184,49 @@ inline void set_element(bf16* out, float value) {  // which bf16 can hold
     *out = (bf16)(bits >> 16);
 }
 
-// Loads tiles of one sequence and head.
+// Where a tile will come from.
+struct TileSource {
+    const int64_t* slots;  // of the sequence
+    int64_t head;
+    int64_t start;  // position of the first key
+    int64_t count;  // of keys, or more
+};
+
+// Loads tiles.
 template <typename E, typename C>
 struct TileLoader {
     static constexpr int64_t P = kPair<E>;
+    static constexpr bool kInPlace = kSame<C, E>;
 
     Pages<E, C> pages;
-    const int64_t* slots;  // of the sequence
-    int64_t head;
     E* keys;              // scratch: [dims / P][kTile][P]
     E* values;            // scratch: [kTile / P][padded dims][P]
     float* key_scales;    // scratch: [kTile]
     float* value_scales;
 
-    // Keys `from` to `to` of the tile that begins at position `start`. `is_exact`: values of all
-    // other keys are 0.
-    Tile<E> tile_at(int64_t start, int64_t from, int64_t to, bool is_exact) const {
-        if (is_exact || !pages.has_groups()) return gather(start, from, to);
+    // Keys from number `from` of the tile on. `is_exact`: values of keys that were not asked for
+    // are 0. `next`, if not null, is prefetched.
+    Tile<E> tile_at(const TileSource& source, int64_t from, bool is_exact,
+                    const TileSource* next) const {
         Tile<E> tile = buffers();
-        for (int64_t group = from / kKeyGroup; group * kKeyGroup < to; ++group) {
-            const auto place = pages.place(slots[start + group * kKeyGroup], head);
-            const C* k = place.keys + place.offset * P;
-            const C* v = place.values + place.offset * pages.dim;
-            if constexpr (kSame<C, E>) {
-                tile.keys[group] = k;
-                tile.values[group] = v;
-            } else {
-                for (int64_t d = 0; d < pages.dim; d += P, k += pages.block_size * P)
-                    convert(k, kKeyGroup * P, keys + (d / P * kTile + group * kKeyGroup) * P);
-                convert(v, kKeyGroup * pages.dim, values + group * kKeyGroup * pages.dim);
-            }
-            if constexpr (Pages<E, C>::kHasScales) {
-                const int64_t bytes = kKeyGroup * sizeof(float);
-                memcpy(key_scales + group * kKeyGroup, place.key_scales + place.offset, bytes);
-                memcpy(value_scales + group * kKeyGroup, place.value_scales + place.offset, bytes);
-            }
+        if (is_exact || !pages.has_groups()) {
+            gather(source, from, tile);
+            return tile;
         }
-        if constexpr (kSame<C, E>) {
+        if constexpr (kInPlace) {
             tile.key_stride = pages.block_size * P;
             tile.value_stride = pages.dim * P;
         }
+        for (int64_t group = from / kKeyGroup; has_group(source, group); ++group)
+            load_group(source, group, tile);
+        if (next != nullptr)
+            for (int64_t group = 0; has_group(*next, group); ++group)
+                announce_group(*next, group, tile);
         return tile;
     }
 
   private:
+    // A tile in scratch memory.
     Tile<E> buffers() const {
         Tile<E> tile;
         tile.key_stride = kTile * P;
@@ -210,18 +234,70 @@ struct TileLoader {
         for (int group = 0; group < kTileGroups; ++group) {
             tile.keys[group] = keys + group * kKeyGroup * P;
             tile.values[group] = values + group * kKeyGroup * padded_dim(pages.dim);
+            tile.next_keys[group] = tile.next_values[group] = nullptr;
         }
         tile.key_scales = Pages<E, C>::kHasScales ? key_scales : nullptr;
         tile.value_scales = Pages<E, C>::kHasScales ? value_scales : nullptr;
         return tile;
     }
 
+    static bool has_group(const TileSource& source, int64_t group) {
+        return group < kTileGroups && group * kKeyGroup < source.count;
+    }
+
+    struct Group {
+        typename Pages<E, C>::Place place;
+        const C* keys;
+        const C* values;
+    };
+
+    Group find_group(const TileSource& source, int64_t group) const {
+        const int64_t slot = source.slots[source.start + group * kKeyGroup];
+        const auto place = pages.place(slot, source.head);
+        return {place, place.keys + place.offset * P, place.values + place.offset * pages.dim};
+    }
+
+    void load_group(const TileSource& source, int64_t group, Tile<E>& tile) const {
+        const Group found = find_group(source, group);
+        if constexpr (kInPlace) {
+            tile.keys[group] = found.keys;
+            tile.values[group] = found.values;
+        } else {
+            const int64_t first = group * kKeyGroup;
+            const C* k = found.keys;
+            for (int64_t row = 0; row < pages.dim / P; ++row, k += pages.block_size * P)
+                convert(k, kKeyGroup * P, keys + (row * kTile + first) * P);
+            convert(found.values, kKeyGroup * pages.dim, values + first * pages.dim);
+        }
+        if constexpr (Pages<E, C>::kHasScales) {
+            const auto copy = [&](const float* from, float* to) {
+                memcpy(to + group * kKeyGroup, from + found.place.offset, kKeyGroup * sizeof(float));
+            };
+            copy(found.place.key_scales, key_scales);
+            copy(found.place.value_scales, value_scales);
+        }
+    }
+
+    void announce_group(const TileSource& source, int64_t group, Tile<E>& tile) const {
+        const Group found = find_group(source, group);
+        if constexpr (kInPlace) {
+            tile.next_keys[group] = found.keys;
+            tile.next_values[group] = found.values;
+        } else {
+            const int64_t row_bytes = kKeyGroup * P * sizeof(C), num_rows = pages.dim / P;
+            for (int64_t row = 0; row < num_rows; ++row) {
+                prefetch_far(found.keys + row * pages.block_size * P);
+                prefetch_far((const char*)found.values + row * row_bytes);
+            }
+        }
+    }
+
     // Key by key, whatever the size of a block.
-    Tile<E> gather(int64_t start, int64_t from, int64_t to) const {
-        const Tile<E> tile = buffers();
+    void gather(const TileSource& source, int64_t from, const Tile<E>& tile) const {
         memset(values, 0, kTile * padded_dim(pages.dim) * sizeof(E));
+        const int64_t to = source.count < kTile ? source.count : kTile;
         for (int64_t key = from; key < to; ++key) {
-            const auto place = pages.place(slots[start + key], head);
+            const auto place = pages.place(source.slots[source.start + key], source.head);
             E* value_row = values + key / P * tile.value_stride + key % P;
             for (int64_t d = 0; d < pages.dim; ++d) {
                 const C k = place.keys[pages.key_index(place.offset, d)];
@@ -234,7 +310,6 @@ struct TileLoader {
                 value_scales[key] = place.value_scales[place.offset];
             }
         }
-        return tile;
     }
 };
 

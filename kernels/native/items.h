@@ -8,6 +8,7 @@
 constexpr int64_t kTile = 64;         // keys; absolute boundaries
 constexpr int64_t kPart = 512;        // keys; absolute boundaries
 constexpr int64_t kMaxItemRows = 96;  // tokens x query heads of one K and V head
+constexpr int64_t kMaxLanes = 16;     // of a vector of floats
 constexpr int64_t kSoftmaxRows = 24;  // of an item at most that are between two products at once
 
 // Some tokens of one sequence and a range of keys. Every K and V head, with the query heads that
@@ -35,8 +36,8 @@ namespace {
 
 inline int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
 
-// A row of partial sums: the sums, the largest score, the sum of the probabilities.
-inline int64_t partial_size(int64_t dim) { return padded_dim(dim) + 2; }
+// A row of partial sums: the sums, the sum of the probabilities in lanes, the largest score.
+inline int64_t partial_size(int64_t dim) { return padded_dim(dim) + kMaxLanes + 1; }
 
 // Where the pieces of one thread's scratch memory begin, in bytes.
 struct ScratchLayout {
@@ -47,10 +48,12 @@ struct ScratchLayout {
     int64_t value_scales;   // [kTile] floats
     int64_t scores;         // [kSoftmaxRows][kTile] floats
     int64_t probabilities;  // [kSoftmaxRows][kTile] bf16 or float
-    int64_t products;       // [kSoftmaxRows][padded dim] floats
     int64_t part;           // [kMaxItemRows][padded dim] floats: sums of the part
-    int64_t whole;          // the same: sums of all parts so far
-    int64_t row_sums;       // [4][kMaxItemRows] floats
+    int64_t part_most;      // [kMaxItemRows] floats
+    int64_t part_totals;    // [kMaxItemRows][kMaxLanes] floats
+    int64_t whole;          // the same three of all parts so far
+    int64_t whole_most;
+    int64_t whole_totals;
     int64_t row_ends;       // [kMaxItemRows] int64
     int64_t bytes;
 };
@@ -71,10 +74,12 @@ inline ScratchLayout scratch_layout(int64_t dim) {
     s.value_scales = take(kTile);
     s.scores = take(kSoftmaxRows * kTile);
     s.probabilities = take(kSoftmaxRows * kTile);
-    s.products = take(kSoftmaxRows * wide);
     s.part = take(kMaxItemRows * wide);
+    s.part_most = take(kMaxItemRows);
+    s.part_totals = take(kMaxItemRows * kMaxLanes);
     s.whole = take(kMaxItemRows * wide);
-    s.row_sums = take(4 * kMaxItemRows);
+    s.whole_most = take(kMaxItemRows);
+    s.whole_totals = take(kMaxItemRows * kMaxLanes);
     s.row_ends = take(2 * kMaxItemRows);
     s.bytes = bytes;
     return s;

@@ -23,6 +23,12 @@ inline void prefetch(const void* line) {
     asm volatile("prefetcht0 %0" : : "m"(*(const char*)line));
 }
 
+// Into the second-level cache: the first one has places for few lines on their way, which a stream
+// from memory that is read once would fill.
+inline void prefetch_far(const void* line) {
+    asm volatile("prefetcht1 %0" : : "m"(*(const char*)line));
+}
+
 inline float to_float(float value) { return value; }
 inline float to_float(f16 value) { return _cvtsh_ss(value.bits); }
 inline float to_float(bf16 value) {
