@@ -4,7 +4,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -88,8 +88,7 @@ class Call:
         """Names what answers: version, parallel sizes (all 1 here), weights."""
         config = self.config
         weights = f"{config.dtype}\0{config.quantization}\0{config.weight_version}"
-        identity = f"{config.model}\0{weights}"
-        return f"headrace-{package_version()}-{uuid.uuid5(uuid.NAMESPACE_URL, identity).hex[:8]}"
+        return _fingerprint(f"{config.model}\0{weights}")
 
     def priority(self, given: int | None) -> int:
         """The body's `priority`, or the header's, which wins; what is no int64 there is ignored."""
@@ -124,6 +123,11 @@ class Call:
         rank = _header_int(self.request.headers.get(RANK_HEADER))
         if rank not in (None, 0):
             raise invalid("X-data-parallel-rank", "must be in [0, 0]", rank)
+
+
+@lru_cache(maxsize=8)
+def _fingerprint(identity: str) -> str:
+    return f"headrace-{package_version()}-{uuid.uuid5(uuid.NAMESPACE_URL, identity).hex[:8]}"
 
 
 def _header_int(value: str | None) -> int | None:

@@ -15,6 +15,7 @@ usage: python scripts/bench/http_vs_offline.py [MODEL] [--concurrency 32] [--req
 """
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -25,9 +26,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -77,6 +77,8 @@ class Stoppable:
         return [entry.user + entry.system for entry in times]
 
     def end(self) -> None:
+        if self.process.poll() is not None:
+            return
         self._signal(signal.SIGCONT)
         self.process.terminate()
         self.process.wait(60)
@@ -95,6 +97,8 @@ class Worker(Stoppable):
             "--concurrency", str(args.concurrency), "--port", str(args.port),
         ]  # fmt: skip
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def wait_ready(self) -> None:
         self._read()
 
     def ask(self, prompts: list[str], output_len: int) -> dict[str, float]:
@@ -112,24 +116,28 @@ class Worker(Stoppable):
         return answer
 
 
+Started = TypeVar("Started", bound=Stoppable)
+
+
 def main() -> None:
     args = parse_arguments()
     if args.worker is not None:
         {"offline": answer_offline, "client": answer_as_client}[args.worker](args)
         return
     args.port = free_port()
-    offline = Worker("offline", args)
-    offline.park()
-    server = start_server(args)
-    client = Worker("client", args)
-    server.park()
-    try:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
+    with contextlib.ExitStack() as running:
+        offline = started(Worker("offline", args), running)
+        offline.wait_ready()
+        offline.park()
+        server = started(start_server(args), running)
+        wait_ready(server, args.port)
+        client = started(Worker("client", args), running)
+        client.wait_ready()
+        server.park()
         rounds = [
             run_round(number, args, offline, server, client) for number in range(args.rounds + 1)
         ]
-    finally:
-        for process in (client, server, offline):
-            process.end()
     report(rounds[1:], args)
 
 
@@ -166,15 +174,21 @@ def start_server(args: argparse.Namespace) -> Stoppable:
         "--dtype", args.dtype, "--max-model-len", "2048", "--served-model-name", "m",
         "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), *args.serve_options,
     ]  # fmt: skip
-    server = Stoppable(command, stderr=subprocess.DEVNULL)
+    return Stoppable(command, stderr=subprocess.DEVNULL)
+
+
+def started(process: Started, running: contextlib.ExitStack) -> Started:
+    running.callback(process.end)
+    return process
+
+
+def wait_ready(server: Stoppable, port: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.process.poll() is None:
-        with suppress(OSError, urllib.error.URLError):
-            url = f"http://127.0.0.1:{args.port}/health/ready"
-            urllib.request.urlopen(url, timeout=5).close()
-            return server
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=5).close()
+            return
         time.sleep(0.1)
-    server.process.kill()
     raise SystemExit("the server did not become ready")
 
 

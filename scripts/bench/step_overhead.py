@@ -11,7 +11,7 @@ Two parts for each batch size:
 Medians over the steps of the engine part; the server part is one mean. All figures are in
 microseconds per step.
 
-usage: python scripts/bench/step_overhead.py [MODEL] [--batch-sizes 1 64] [--output-len 128]
+usage: python scripts/bench/step_overhead.py [MODEL] [--batch-sizes 1 64 256] [--output-len 128]
 """
 
 import argparse
@@ -45,7 +45,7 @@ Timings = dict[str, list[float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2-135m")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path, default=None)
