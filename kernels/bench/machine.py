@@ -28,6 +28,7 @@ def peak_rate(kernels: NativeKernels, format: Format) -> float:
 
     From registers alone. The best of many short times.
     """
+
     def seconds(rounds: int) -> float:
         return seconds_of(lambda: kernels.peak(format, rounds))
 
