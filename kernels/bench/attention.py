@@ -106,7 +106,7 @@ def _case(kernels: NativeKernels, shape: ModelShape, work: _Work) -> Case:
     num_bytes = 2 * num_seen * shape.num_kv_heads * shape.head_dim * _DTYPE.itemsize
     num_layers = min(_MAX_LAYERS, max(1, COLD_BYTES // num_bytes)) if work.is_cold else 1
     attention = _Attention(kernels, shape, work, num_layers)
-    heads = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
+    heads = f"{shape.num_heads}/{shape.num_kv_heads} x {shape.head_dim}"
     return Case(
         model=shape.name,
         shape=f"{work.name}, {heads}",

@@ -236,8 +236,10 @@ def _as_multiplied(x: torch.Tensor, format: Format) -> torch.Tensor:
         return x.double()
     blocks = x.float().unflatten(1, (-1, 32))
     largest = blocks.abs().amax(dim=2, keepdim=True)
-    codes = (blocks * (127 / largest)).round()
-    return (codes.double() * (largest / 127).double()).flatten(1)
+    # A number over a tensor would be that times its reciprocal, which is rounded once more.
+    codes = (blocks * (torch.full_like(largest, 127.0) / largest)).round()
+    scales = largest / torch.full_like(largest, 127.0)
+    return (codes.double() * scales.double()).flatten(1)
 
 
 def _silu_mul(sums: torch.Tensor) -> torch.Tensor:

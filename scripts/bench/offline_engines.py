@@ -98,15 +98,17 @@ class WorkerEngine:
         return answer
 
     def close(self) -> None:
-        if self._process.poll() is not None:
-            return
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if self._process.poll() is None:
+            self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

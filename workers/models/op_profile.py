@@ -42,7 +42,7 @@ class OpProfile:
         self._current = self._totals["decode"]
 
     def run(self, kernels: NativeKernels, ops: "ctypes.Array[Op]", step: Step) -> None:
-        """As `kernels.run`. Lists without sequences (the head) belong to the last step."""
+        """As `kernels.run`; a list without sequences, as the head's, belongs to the last step."""
         seconds = np.zeros(len(ops))
         step.op_seconds = seconds.ctypes.data
         kernels.run(ops, step)

@@ -4,6 +4,7 @@ import argparse
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from headrace.configs.errors import ConfigurationError
@@ -38,7 +39,7 @@ measured, and the exit code is 1. On a machine with other work the shares say li
 as good as the moments that the limits and the kernels got.
 """
 HEAD = (
-    f"{'kernel':<14}{'shape':<40}{'rows':>5}{'us':>11}{'GB/s':>8}{'GFLOP/s':>9}"
+    f"{'kernel':<14}{'shape':<44}{'rows':>5}{'us':>11}{'GB/s':>8}{'GFLOP/s':>9}"
     f"{'of limit':>10}  {'limit':<10}"
 )
 
@@ -127,7 +128,7 @@ def make_bench(args: argparse.Namespace, hf_config: Mapping[str, Any] | None) ->
         )
     shapes = bench.DEFAULT_SHAPES
     if hf_config is not None:
-        shapes = (bench.shape_of(args.model, hf_config),)
+        shapes = (bench.shape_of(Path(args.model).name, hf_config),)
     formats = chosen_formats(args.formats, bench.supported_formats(kernels))
     return bench.KernelBench(
         kernels, shapes, args.rows, formats, args.only, compares_torch=args.compare_torch
@@ -155,7 +156,7 @@ def line(result: Mapping[str, Any]) -> str:
     share = result["limit_share"]
     operations = result["operations_rate"]
     cells = (
-        f"{result['kernel']:<14}{result['model'] + ' ' + result['shape']:<40}",
+        f"{result['kernel']:<14}{result['model'] + ' ' + result['shape']:<44}",
         f"{result['num_rows']:>5}{readable(1e6 * result['seconds']):>11}",
         f"{result['bytes_rate'] / 1e9:>8.1f}",
         f"{operations / 1e9:>9.1f}" if operations else f"{'-':>9}",

@@ -14,19 +14,19 @@ from headrace.frontend.cli.engine_options import engine_args_of
 from headrace.frontend.startup_report import StartupReport
 
 
-@pytest.mark.parametrize("kind", ["latency", "throughput", "startup", "serve"])
+@pytest.mark.parametrize("kind", ["latency", "throughput", "startup", "serve", "kernels"])
 def test_help(kind, headrace_command, capsys):
     assert headrace_command("bench", kind, "--help") == 0
     text = capsys.readouterr().out
     assert "examples:" in text and "--json FILE" in text
-    if kind != "serve":
+    if kind not in ("serve", "kernels"):
         assert "MODEL" in text and "--max-model-len" in text
 
 
 def test_help_of_all_kinds(headrace_command, capsys):
     assert headrace_command("bench", "--help") == 0
     text = capsys.readouterr().out
-    for kind in ("latency", "throughput", "startup", "serve"):
+    for kind in ("latency", "throughput", "startup", "serve", "kernels"):
         assert kind in text
     assert headrace_command("bench") == 2
     assert headrace_command("bench", "swep") == 2
@@ -43,7 +43,6 @@ def test_help_of_all_kinds(headrace_command, capsys):
         (("throughput", "--backend", "hf"), "hf is not supported yet"),
         (("throughput", "--backend", "x"), "x does not exist"),
         (("throughput", "--dataset-name", "hf"), "hf is not supported yet"),
-        (("latency", "--profile"), "--profiler-config"),
         (("latency", "--batch-size", "0"), "at least 1"),
         (("latency", "--num-iters-warmup", "-1"), "at least 0"),
         (("startup", "--num-iters-cold", "x"), "at least 0"),
