@@ -201,7 +201,7 @@ class _Resolver:
         args = self._args
         self._scheduler_config()
         self._profiler_config()
-        check_quantization(args.quantization, DTYPES.get(args.dtype))
+        check_quantization(args.quantization)
         if args.enable_chunked_prefill is False:
             raise ConfigurationError(
                 "enable_chunked_prefill=False is refused: there is no separate prefill phase, a "
@@ -235,7 +235,7 @@ class _Resolver:
             raise ConfigurationError(
                 f"load_format {args.load_format} does not go with {path}, {found}"
             )
-        if check_quantization(args.quantization, None) != "gguf":
+        if check_quantization(args.quantization) != "gguf":
             return
         if not is_gguf:
             raise ConfigurationError(

@@ -26,15 +26,13 @@ _NOT_IMPLEMENTED = (
     "humming", "fp_quant", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "nvfp4_per_token",
     "mxfp8", "online", "bitsandbytes",
 )  # fmt: skip
-# What quantized weights can be multiplied with.
-_ACTIVATION_DTYPES: tuple[DType, ...] = ("bfloat16",)
 
 
-def check_quantization(name: str | None, dtype: DType | None) -> QuantizationMethod | None:
+def check_quantization(name: str | None) -> QuantizationMethod | None:
     """The method that `name` asks for; None: what suits the model.
 
-    `dtype` None: any that suits. Raises UnsupportedFeatureError for a method that is known, but not
-    implemented, and ConfigurationError for an unknown one and for a dtype it does not go with.
+    Raises UnsupportedFeatureError for a method that is known, but not implemented, and
+    ConfigurationError for an unknown one.
     """
     if name is None:
         return None
@@ -46,12 +44,6 @@ def check_quantization(name: str | None, dtype: DType | None) -> QuantizationMet
     method = NAMES.get(name.lower())
     if method is None:
         raise ConfigurationError(f"quantization {name!r} is not known; {implemented}")
-    if method != "none" and dtype is not None and dtype not in _ACTIVATION_DTYPES:
-        raise ConfigurationError(
-            f"quantization {name} computes with {' or '.join(_ACTIVATION_DTYPES)}, not with "
-            f"{dtype}: leave dtype out, or give quantization none, which turns a quantized file "
-            f"into {dtype}"
-        )
     return method
 
 
@@ -60,14 +52,11 @@ def resolve_quantization(
 ) -> tuple[QuantizationMethod, DType]:
     """The method, and the dtype of activations, and of weights that are not quantized.
 
-    `dtype` None: not given; then it is `preferred_dtype`, or the one that quantized weights need,
-    and a model that is stored quantized (`is_stored`: a GGUF file whose weights are read) is
-    computed as it is. Raises as `check_quantization` does.
+    `dtype` None: not given; then it is `preferred_dtype`, and a model that is stored quantized
+    (`is_stored`: a GGUF file whose weights are read) is computed as it is. Raises as
+    `check_quantization` does.
     """
-    method = check_quantization(name, dtype)
-    can_compute = preferred_dtype in _ACTIVATION_DTYPES
+    method = check_quantization(name)
     if method is None:
-        method = "gguf" if is_stored and dtype is None and can_compute else "none"
-    if dtype is None:
-        dtype = preferred_dtype if method == "none" or can_compute else _ACTIVATION_DTYPES[0]
-    return method, dtype
+        method = "gguf" if is_stored and dtype is None else "none"
+    return method, dtype or preferred_dtype

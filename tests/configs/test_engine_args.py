@@ -313,25 +313,16 @@ def test_quantization(model: Path, gemma3_gguf: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(CpuFacts, "preferred_dtype", preferred)
         assert kept(model) == kept(model, quantization="None") == ("none", preferred)
         for name in ("int8", "Int8_per_channel_weight_only"):
-            assert kept(model, quantization=name) == (INT8, "bfloat16")
-            assert kept(gemma3_gguf, quantization=name) == (INT8, "bfloat16")
-        assert kept(gemma3_gguf, quantization="gguf") == ("gguf", "bfloat16")
+            assert kept(model, quantization=name) == (INT8, preferred)
+            assert kept(gemma3_gguf, quantization=name) == (INT8, preferred)
+        assert kept(gemma3_gguf, quantization="gguf") == ("gguf", preferred)
         assert kept(gemma3_gguf, quantization="gguf", dtype="bfloat16") == ("gguf", "bfloat16")
         assert kept(gemma3_gguf, dtype="bfloat16") == ("none", "bfloat16")
         assert kept(gemma3_gguf, quantization="none") == ("none", preferred)
         assert kept(gemma3_gguf, load_format="dummy") == ("none", preferred)
-    assert kept(gemma3_gguf) == ("none", "float32")
-    monkeypatch.setattr(CpuFacts, "preferred_dtype", "bfloat16")
-    assert kept(gemma3_gguf) == ("gguf", "bfloat16")
+        assert kept(gemma3_gguf) == ("gguf", preferred)
     with pytest.raises(ConfigurationError, match="gguf does not go with load_format dummy"):
         kept(gemma3_gguf, quantization="gguf", load_format="dummy")
-
-
-@pytest.mark.parametrize("dtype", ("float32", "half"))
-@pytest.mark.parametrize("name", ("gguf", "INT8"))
-def test_quantized_weights_need_bfloat16(name: str, dtype: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{name} computes with bfloat16, not with float"):
-        EngineArgs(quantization=name, dtype=dtype).check()
 
 
 def test_unknown_quantization() -> None:

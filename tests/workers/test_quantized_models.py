@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from headrace.configs.config import QuantizationMethod
 from headrace.configs.model_files.model_info import read_model_info
 from headrace.configs.quantization import INT8
-from headrace.kernels.native import Format, NativeKernels, PackedMatrix, load_kernels
+from headrace.kernels.native import FORMATS, Format, NativeKernels, PackedMatrix, load_kernels
 from headrace.workers.layers.weight_slot import PackedSlot
 from headrace.workers.models import Decoder, build_model, load_weights
 from headrace.workers.models.native_decoder import NativeDecoder
@@ -122,13 +122,15 @@ def test_sizes_are_those_of_the_file(gguf_path: Path, kernels: NativeKernels) ->
 
 
 @needs_kernels
-def test_logits_of_a_file(gguf_path: Path, kernels: NativeKernels) -> None:
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_logits_of_a_file(gguf_path: Path, kernels: NativeKernels, dtype: torch.dtype) -> None:
     """Near those of the dequantized weights: inputs of products are rounded to 8 bits."""
     token_ids = [(7 * i) % SIZES["vocab_size"] for i in range(100)]
     expected = prompt_logits(
         make_model(gguf_path, "none", None, torch.float32), token_ids, 100
     ).log_softmax(-1)
-    model = make_model(gguf_path, "gguf", kernels)
+    model = make_model(gguf_path, "gguf", kernels, dtype)
+    assert isinstance(model, NativeDecoder)
     whole = prompt_logits(model, token_ids, 100)
     divergence = (expected.exp() * (expected - whole.log_softmax(-1))).sum(-1)
     assert expected.std() > 0.5  # the comparison means something
