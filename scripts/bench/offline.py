@@ -4,10 +4,11 @@ The peers are transformers' `generate` (with KV cache and sdpa attention), vLLM 
 it, and llama.cpp's `llama-batched-bench` on GGUF files of the same model. All use as many threads;
 all generate greedily to fixed lengths; prompts are random, of equal length, and new in each round.
 headrace, transformers and vLLM load the same transformers directory in the same dtype (a GGUF model
-is converted once, beside its file); what --headrace-args say goes before that, another model
-included: '{"model": "FILE.gguf"}'. Each engine has a process of its own, and those whose turn it is
-not are stopped, so that they cannot take a core. Every round is printed; the ratio of a workload is
-the median of the ratios of its rounds.
+is converted once, beside its file; vLLM needs a directory with a tokenizer); what --headrace-args
+say goes before that, another model included:
+'{"model": "FILE.gguf", "quantization": "gguf"}'. Each engine has a process of its own, and those
+whose turn it is not are stopped, so that they cannot take a core. Every round is printed; the ratio
+of a workload is the median of the ratios of its rounds.
 
 At batch 1 memory is the limit: before each such round the rate is measured at which the machine
 reads a buffer of 1 GiB, and headrace's speed is also a share of rate / (bytes read per token):
@@ -15,7 +16,8 @@ packed weights with the head, and the keys and values of a context of medium len
 
 usage: python scripts/bench/offline.py [MODEL] [--workloads 1x32+128 ...] [--rounds 3]
            [--dtype bfloat16] [--threads N] [--headrace-args JSON] [--no-transformers]
-           [--vllm-python PATH ...] [--llama-batched-bench PATH --gguf FILE ...] [--json FILE]
+           [--vllm-python PATH ...] [--vllm-args JSON]
+           [--llama-batched-bench PATH --gguf FILE ...] [--json FILE]
 """
 
 import argparse
@@ -75,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
         help="a Python that has vLLM, or a script that sets its variables and starts one; each is "
         "a peer of its own",
     )  # fmt: skip
+    parser.add_argument("--vllm-args", type=json.loads, default={}, help="of its LLM, as JSON")
     parser.add_argument("--llama-batched-bench", type=Path, default=None, metavar="PATH")
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="each is a peer")
     parser.add_argument("--json", type=Path, default=None)
@@ -98,7 +101,8 @@ def start_engines(args: argparse.Namespace, path: Path) -> Any:
         yield WorkerEngine(kind, kind, sys.executable, directory, options)
     for python in args.vllm_python:
         name = "vllm" if len(args.vllm_python) == 1 else f"vllm {Path(python).name}"
-        yield WorkerEngine(name, "vllm", python, directory, options)
+        vllm_options = {**options, "engine_args": args.vllm_args}
+        yield WorkerEngine(name, "vllm", python, directory, vllm_options)
     for file in args.gguf:
         yield LlamaEngine(args.llama_batched_bench, file, args.threads)
 

@@ -74,7 +74,8 @@ def load_vllm(directory: str, options: dict[str, Any]) -> Engine:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import vllm
 
-    llm = vllm.LLM(directory, dtype=options["dtype"], max_model_len=MAX_MODEL_LEN)
+    arguments = {"dtype": options["dtype"], "max_model_len": MAX_MODEL_LEN}
+    llm = vllm.LLM(directory, **arguments, **options["engine_args"])
     return of_llm(llm, vllm.SamplingParams), {"version": vllm.__version__}
 
 

@@ -34,6 +34,19 @@ def test_latency(smollm2_gguf, tmp_path, capsys):
     assert "time per step (ms)" in printed
 
 
+def test_profile_of_steps_in_another_process(smollm2_gguf, tmp_path, capsys):
+    printed, result = run(
+        capsys, tmp_path / "r.json", "latency", smollm2_gguf, *SMALL, "--input-len", 8,
+        "--output-len", 6, "--batch-size", 2, "--num-iters-warmup", 1, "--profile",
+    )  # fmt: skip
+    phases = result["phases"]
+    assert min(phases["encode messages"], phases["decode messages"]) > 0
+    assert phases["whole step"] > phases["model step"] > phases["layers"] > 0
+    assert "whole step" in printed
+    if result["operations"] is not None:
+        assert result["operations"]["gate_up"]["calls"] == 30
+
+
 def test_throughput_of_both_engines(smollm2_gguf, tmp_path, capsys):
     for engine in ((), ("--async-engine",)):
         printed, result = run(

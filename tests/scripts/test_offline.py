@@ -102,7 +102,7 @@ def test_a_worker_whose_engine_prints(load, tmp_path, monkeypatch):
     engines = load("offline_engines")
     (tmp_path / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    options = {"dtype": "bfloat16", "threads": 2}
+    options = {"dtype": "bfloat16", "threads": 2, "engine_args": {}}
     engine = engines.WorkerEngine("vllm", "vllm", sys.executable, tmp_path, options)
     try:
         assert engine.facts["version"] == "0.32.0"

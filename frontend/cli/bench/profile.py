@@ -80,7 +80,7 @@ def print_profile(profile: Mapping[str, Any]) -> None:
         print("The kernels are torch's: their operations are not timed one by one.")
         return
     total = sum(op["seconds"] for op in operations.values())
-    rows = {
+    by_name = {
         name: (
             1e3 * op["seconds"],
             100 * op["seconds"] / total,
@@ -91,7 +91,7 @@ def print_profile(profile: Mapping[str, Any]) -> None:
         for name, op in operations.items()
     }
     columns = ("ms", "share (%)", "calls", "GB/s", "GFLOP/s")
-    print_table("native operations, mean of the steps", columns, rows)
+    print_table("native operations, mean of the steps", columns, by_name)
 
 
 def _labels() -> list[tuple[str, str]]:
