@@ -4,9 +4,11 @@ The build is optional: without a compiler, or on another system or processor, th
 installed without them and computes with torch.
 """
 
+import os
 import platform
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -58,17 +60,22 @@ class BuildNative(build_ext):
         if target.exists() and target.stat().st_mtime > newest and not self.force:
             return
         target.unlink(missing_ok=True)  # it must not be taken for the new one if this fails
-        objects: list[str] = []
         has_amx = self._can_compile(AMX, 'int main() { asm volatile("tilerelease"); }')
-        for source in ext.sources:
-            if Path(source).name == "isa_amx.cpp" and not has_amx:
-                continue
+        sources = [
+            source for source in ext.sources if has_amx or Path(source).name != "isa_amx.cpp"
+        ]
+
+        def compiled(source: str) -> list[str]:
             args = [*COMPILE_ARGS, *ISA_ARGS.get(Path(source).name, [])]
             if not has_amx:
                 args.append("-DHR_WITHOUT_AMX")
-            objects += self.compiler.compile(
+            return self.compiler.compile(
                 [source], output_dir=self.build_temp, extra_postargs=args, depends=ext.depends
             )
+
+        # The instruction sets take most of the time, one like the other.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            objects = [name for names in pool.map(compiled, sources) for name in names]
         target.parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(
             objects, str(target), extra_postargs=["-pthread"], target_lang="c++"

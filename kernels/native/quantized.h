@@ -327,9 +327,9 @@ inline void multiply_panels(const uint8_t* block, const QuantizedRows& x, int64_
     }
 }
 
-// One block of 32 outputs: c is [num_rows][32].
+// One block of 32 outputs: c is [num_rows][32]. Not inlined: rows of all types share its code.
 template <int kFormat>
-inline void multiply_block(const uint8_t* block, const QuantizedRows& x, int64_t num_rows,
+__attribute__((noinline)) void multiply_block(const uint8_t* block, const QuantizedRows& x, int64_t num_rows,
                            int64_t num_inputs, float* c) {
     const int64_t num_chunks = num_quantized_blocks(num_inputs);
     memset(c, 0, num_rows * kChunkRows * sizeof(float));

@@ -70,7 +70,7 @@ def print_profile(profile: Mapping[str, Any]) -> None:
     """Two tables for people."""
     phases, operations = profile["phases"], profile["operations"]
     whole = phases.get(WHOLE)
-    rows = {
+    rows: dict[str, tuple[Any, ...]] = {
         label: (1e3 * phases[name], 100 * phases[name] / whole if whole else None)
         for label, name in _labels()
         if name in phases
@@ -80,7 +80,7 @@ def print_profile(profile: Mapping[str, Any]) -> None:
         print("The kernels are torch's: their operations are not timed one by one.")
         return
     total = sum(op["seconds"] for op in operations.values())
-    by_name = {
+    by_name: dict[str, tuple[Any, ...]] = {
         name: (
             1e3 * op["seconds"],
             100 * op["seconds"] / total,
