@@ -18,6 +18,11 @@ inline void prefetch(const void* line) {
     asm volatile("prefetcht0 %0" : : "m"(*(const char*)line));
 }
 
+// Into the second-level cache.
+inline void prefetch_second(const void* line) {
+    asm volatile("prefetcht1 %0" : : "m"(*(const char*)line));
+}
+
 inline float to_float(bf16 value) {
     const uint32_t bits = (uint32_t)value << 16;
     float wide;
