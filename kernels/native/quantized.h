@@ -19,17 +19,19 @@
 
 namespace {
 
-// Vectors of lanes that are multiplied together: a chunk's 32 rows, or 16 of them with AVX2.
-constexpr int kVectors = 2;
-constexpr int kGroups = kChunkRows / (kVectors * HR_LANES);
-constexpr int kQuantizedRows = HR_LANES == 8 ? 2 : HR_HAS_VNNI ? 6 : 4;  // of x, together
-constexpr int kPanelChunks = 8;
 constexpr int kCacheLine = 64;
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
-constexpr int kAhead = AHEAD;  // bytes
-constexpr int kUnpackedRows = 2 * kQuantizedRows;  // for more, codes are unpacked in memory
+constexpr int kAhead = 12288;  // bytes that are fetched before they are needed
+constexpr int kPanelChunks = 8;
+// Rows of x that are multiplied together, as far as registers go: up to the first number straight
+// from the packed weights, for more the weights are unpacked in memory.
+constexpr int kDirectRows = HR_LANES == 8 ? 2 : HR_HAS_VNNI ? 8 : 4;
+constexpr int kPanelRows = kDirectRows < 6 ? kDirectRows : 6;
+
+// Vectors of a chunk's 32 lanes that are multiplied together with R rows, one group after another.
+template <int R>
+constexpr int kVectors = R > 6 ? 1 : 2;
+template <int R>
+constexpr int kGroups = kChunkRows / (kVectors<R> * HR_LANES);
 
 // Calls f(0) ... f(7) with numbers that are constants.
 template <typename Function>
@@ -44,15 +46,13 @@ inline __attribute__((always_inline)) void each_step(Function f) {
     f(std::integral_constant<int, 7>());
 }
 
-// Byte `shift` to the left (or, negative, right); only bits of `mask` are kept, so what crosses from
-// byte to byte does not matter.
+// Bits moved to the left or, below 0, to the right. Only those of `mask` are kept in every byte, so
+// what crosses from one to another does not matter.
 template <int kShift>
 inline Ints bits_moved(Ints a, int mask) {
     if constexpr (kShift >= 0) return bits_and(shifted_left<kShift>(a), splat_byte(mask));
     return bits_and(shifted_right<kShift >= 0 ? 0 : -kShift>(a), splat_byte(mask));
 }
-
-inline int64_t lane_at(int group, int vector) { return (group * kVectors + vector) * HR_LANES; }
 
 // A chunk of a packed block: codes and scales of its lanes, unpacked in registers.
 template <int kFormat>
@@ -67,8 +67,8 @@ struct PackedChunk {
 
     // Of inputs 4 step ... 4 step + 3.
     template <int kStep>
-    Ints codes(int group, int vector) const {
-        const uint8_t* low = data + 4 * lane_at(group, vector);
+    Ints codes(int lane) const {
+        const uint8_t* low = data + 4 * lane;
         if constexpr (kLayout.code_bits == 8) return load_ints(low + kStep * kLineBytes);
         const Ints line = load_ints(low + kStep % 4 * kLineBytes);
         const Ints lower = bits_moved<kStep < 4 ? 0 : -4>(line, 15);
@@ -80,17 +80,18 @@ struct PackedChunk {
         return bits_or(lower, bits_moved<4 - kStep % 4 * 2>(pairs, 48));
     }
 
-    // One of 8 parts of what will be needed soon.
-    template <int kStep>
+    // One of 8 parts of what will be needed soon. With one or two rows of x the processor sees for
+    // itself what comes next.
+    template <int kStep, int R>
     void fetch() const {
-        constexpr int kLines = (kLayout.chunk_bytes() + kCacheLine - 1) / kCacheLine;
+        if (R <= 2) return;
+        constexpr int kLines = kLayout.chunk_bytes() / kCacheLine;
 #pragma GCC unroll 16
         for (int i = kLines * kStep / 8; i < kLines * (kStep + 1) / 8; ++i)
-            prefetch(data + kAhead + i * kCacheLine);
+            prefetch_far(data + kAhead + i * kCacheLine);
     }
 
-    Vec scale(int group, int vector, int part) const {
-        const int64_t lane = lane_at(group, vector);
+    Vec scale(int lane, int part) const {
         const uint8_t* at = data + kLayout.scales_at() + part * kChunkRows * kLayout.scale_bytes();
         if constexpr (!kLayout.is_super) return load_halves(at + 2 * lane);
         const Vec bytes = kFormat == HR_Q6_K ? load_signed_bytes(at + lane)
@@ -98,8 +99,7 @@ struct PackedChunk {
         return mul(load_halves(header + 2 * lane), bytes);
     }
 
-    Vec minimum(int group, int vector) const {
-        const int64_t lane = lane_at(group, vector);
+    Vec minimum(int lane) const {
         const uint8_t* at = data + kLayout.minima_at();
         if constexpr (!kLayout.is_super) return load_halves(at + 2 * lane);
         return mul(load_halves(header + 2 * (kChunkRows + lane)), load_unsigned_bytes(at + lane));
@@ -119,22 +119,19 @@ struct Panel {
     void unpack(const uint8_t* block, int64_t first, int64_t count) {
         for (int64_t n = 0; n < count; ++n) {
             const auto chunk = PackedChunk<kFormat>::at(block, first + n);
-            for (int group = 0; group < kGroups; ++group)
-                for (int v = 0; v < kVectors; ++v) unpack(chunk, n, group, v);
+            for (int lane = 0; lane < kChunkRows; lane += HR_LANES) unpack(chunk, n, lane);
         }
     }
 
   private:
-    void unpack(const PackedChunk<kFormat>& chunk, int64_t n, int group, int v) {
-        const int64_t lane = lane_at(group, v);
+    void unpack(const PackedChunk<kFormat>& chunk, int64_t n, int lane) {
         each_step([&](auto step) __attribute__((always_inline)) {
             constexpr int kStep = decltype(step)::value;
-            store_ints(codes[n] + 4 * lane + kStep * kLineBytes,
-                       chunk.template codes<kStep>(group, v));
+            store_ints(codes[n] + 4 * lane + kStep * kLineBytes, chunk.template codes<kStep>(lane));
         });
         for (int part = 0; part < kLayout.num_scales; ++part)
-            store(scales[n][part] + lane, chunk.scale(group, v, part));
-        if constexpr (kLayout.has_minimum) store(minima[n] + lane, chunk.minimum(group, v));
+            store(scales[n][part] + lane, chunk.scale(lane, part));
+        if constexpr (kLayout.has_minimum) store(minima[n] + lane, chunk.minimum(lane));
     }
 };
 
@@ -149,19 +146,17 @@ struct PanelChunk {
     }
 
     template <int kStep>
-    Ints codes(int group, int vector) const {
-        return load_ints(panel.codes[n] + 4 * lane_at(group, vector) + kStep * kLineBytes);
+    Ints codes(int lane) const {
+        return load_ints(panel.codes[n] + 4 * lane + kStep * kLineBytes);
     }
-    template <int kStep>
+    template <int kStep, int R>
     void fetch() const {
         if (kStep > 0) return;
         const uint8_t* from = panel.ahead + n * panel.ahead_lines * kCacheLine;
-        for (int64_t i = 0; i < panel.ahead_lines; ++i) prefetch(from + i * kCacheLine);
+        for (int64_t i = 0; i < panel.ahead_lines; ++i) prefetch_far(from + i * kCacheLine);
     }
-    Vec scale(int group, int vector, int part) const {
-        return load(panel.scales[n][part] + lane_at(group, vector));
-    }
-    Vec minimum(int group, int vector) const { return load(panel.minima[n] + lane_at(group, vector)); }
+    Vec scale(int lane, int part) const { return load(panel.scales[n][part] + lane); }
+    Vec minimum(int lane) const { return load(panel.minima[n] + lane); }
 };
 
 inline int32_t word_of(const int8_t* codes) {
@@ -170,14 +165,15 @@ inline int32_t word_of(const int8_t* codes) {
     return word;
 }
 
-// Dots of the inputs of one part of a chunk, from R blocks of x: integers [R][kVectors].
-template <typename Chunk, int R, int kPart>
-inline __attribute__((always_inline)) void multiply_codes(
-    const Chunk& chunk, const QuantizedBlock* const (&x)[R], int group, Ints (&dots)[R][kVectors]) {
+// Dots of the inputs of one part of a chunk: of R blocks of x with V vectors of lanes.
+template <typename Chunk, int R, int V, int kPart>
+inline __attribute__((always_inline)) void multiply_codes(const Chunk& chunk,
+                                                          const QuantizedBlock* const (&x)[R],
+                                                          int lane, Ints (&dots)[R][V]) {
     constexpr QuantizedLayout kLayout = Chunk::kLayout;
     constexpr int kParts = kLayout.num_scales == 2 ? 2 : 1;
     using Sum = Dot<kLayout.code_bits>;
-    Sum sums[R][kVectors];
+    Sum sums[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
         Ints start = splat_int(0);
@@ -185,42 +181,43 @@ inline __attribute__((always_inline)) void multiply_codes(
             start = shifted_left<kLayout.offset_bits>(
                 splat_int(kParts == 2 ? x[r]->minus_sums[kPart] : x[r]->minus_sum));
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) sums[r][v].total = start;
+        for (int v = 0; v < V; ++v) sums[r][v].total = start;
     }
     each_step([&](auto step) __attribute__((always_inline)) {
         constexpr int kStep = decltype(step)::value;
         if constexpr (kStep * kParts / 8 != kPart) return;
-        if (group == 0) chunk.template fetch<kStep>();
-        Ints codes[kVectors];
+        if (lane == 0) chunk.template fetch<kStep, R>();
+        Ints codes[V];
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) codes[v] = chunk.template codes<kStep>(group, v);
+        for (int v = 0; v < V; ++v) codes[v] = chunk.template codes<kStep>(lane + v * HR_LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const Ints inputs = splat_int(word_of(x[r]->codes + 4 * kStep));
 #pragma GCC unroll 16
-            for (int v = 0; v < kVectors; ++v) sums[r][v].template add<kStep>(codes[v], inputs);
+            for (int v = 0; v < V; ++v) sums[r][v].template add<kStep>(codes[v], inputs);
         }
     });
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) dots[r][v] = sums[r][v].total;
+        for (int v = 0; v < V; ++v) dots[r][v] = sums[r][v].total;
 }
 
-// The fused multiply-adds of one chunk: sums [R][kVectors] are those of its group of lanes.
-template <typename Chunk, int R>
+// The fused multiply-adds of one chunk, for the vectors from `lane` on.
+template <typename Chunk, int R, int V>
 inline __attribute__((always_inline)) void add_chunk(const Chunk& chunk,
-                                                     const QuantizedBlock* const (&x)[R],
-                                                     int group, Vec (&sums)[R][kVectors]) {
+                                                     const QuantizedBlock* const (&x)[R], int lane,
+                                                     Vec (&sums)[R][V]) {
     constexpr QuantizedLayout kLayout = Chunk::kLayout;
     const auto add_part = [&](auto part) __attribute__((always_inline)) {
         constexpr int kPart = decltype(part)::value;
-        Ints dots[R][kVectors];
-        multiply_codes<Chunk, R, kPart>(chunk, x, group, dots);
+        Ints dots[R][V];
+        multiply_codes<Chunk, R, V, kPart>(chunk, x, lane, dots);
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) {
+        for (int v = 0; v < V; ++v) {
             Vec weight_scale;
-            if constexpr (kLayout.num_scales != 0) weight_scale = chunk.scale(group, v, kPart);
+            if constexpr (kLayout.num_scales != 0)
+                weight_scale = chunk.scale(lane + v * HR_LANES, kPart);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 Vec scale = splat(x[r]->scale);
@@ -233,8 +230,8 @@ inline __attribute__((always_inline)) void add_chunk(const Chunk& chunk,
     if constexpr (kLayout.num_scales == 2) add_part(std::integral_constant<int, 1>());
     if constexpr (kLayout.has_minimum)
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) {
-            const Vec minimum = chunk.minimum(group, v);
+        for (int v = 0; v < V; ++v) {
+            const Vec minimum = chunk.minimum(lane + v * HR_LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r)
                 sums[r][v] = fma(minimum, splat(x[r]->scaled_sum), sums[r][v]);
@@ -247,15 +244,16 @@ template <typename Chunk, int R>
 __attribute__((noinline)) void multiply_chunks(const QuantizedBlock* x, int64_t x_stride,
                                                const uint8_t* block, int64_t from, int64_t to,
                                                float* c) {
-    Vec sums[kGroups][R][kVectors];
+    constexpr int V = kVectors<R>, kNumGroups = kGroups<R>;
+    Vec sums[kNumGroups][R][V];
     const auto each_sum = [&](auto f) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-        for (int g = 0; g < kGroups; ++g)
+        for (int g = 0; g < kNumGroups; ++g)
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-                for (int v = 0; v < kVectors; ++v)
-                    f(sums[g][r][v], c + r * kChunkRows + (g * kVectors + v) * HR_LANES);
+                for (int v = 0; v < V; ++v)
+                    f(sums[g][r][v], c + r * kChunkRows + (g * V + v) * HR_LANES);
     };
     each_sum([](Vec& sum, const float* at) __attribute__((always_inline)) { sum = load(at); });
     for (int64_t n = from; n < to; ++n) {
@@ -264,12 +262,16 @@ __attribute__((noinline)) void multiply_chunks(const QuantizedBlock* x, int64_t 
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) blocks[r] = x + r * x_stride + n;
 #pragma GCC unroll 16
-        for (int g = 0; g < kGroups; ++g) add_chunk<Chunk, R>(chunk, blocks, g, sums[g]);
+        for (int g = 0; g < kNumGroups; ++g) {
+            add_chunk<Chunk, R, V>(chunk, blocks, g * V * HR_LANES, sums[g]);
+            // Inputs are read again for the next group: there are no registers for all of them.
+            if (g + 1 < kNumGroups) asm volatile("" ::: "memory");
+        }
     }
     each_sum([](const Vec& sum, float* at) __attribute__((always_inline)) { store(at, sum); });
 }
 
-// As multiply_chunks, for 1 ... kQuantizedRows rows, or more, of which the others stay as they are.
+// As multiply_chunks, for 1 ... kDirectRows rows.
 template <typename Chunk>
 inline void multiply_some(int64_t num_rows, const QuantizedBlock* x, int64_t x_stride,
                           const uint8_t* block, int64_t from, int64_t to, float* c) {
@@ -281,9 +283,11 @@ inline void multiply_some(int64_t num_rows, const QuantizedBlock* x, int64_t x_s
 #if HR_HAS_VNNI
         case 4: return multiply_chunks<Chunk, 4>(x, x_stride, block, from, to, c);
         case 5: return multiply_chunks<Chunk, 5>(x, x_stride, block, from, to, c);
+        case 6: return multiply_chunks<Chunk, 6>(x, x_stride, block, from, to, c);
+        case 7: return multiply_chunks<Chunk, 7>(x, x_stride, block, from, to, c);
 #endif
 #endif
-        default: return multiply_chunks<Chunk, kQuantizedRows>(x, x_stride, block, from, to, c);
+        default: return multiply_chunks<Chunk, kDirectRows>(x, x_stride, block, from, to, c);
     }
 }
 
@@ -293,22 +297,14 @@ struct QuantizedRows {
     int64_t stride;  // blocks
 };
 
-// One block of 32 outputs for a few rows: added to c [num_rows][32].
-template <int kFormat>
-inline void multiply_directly(const uint8_t* block, const QuantizedRows& x, int64_t num_rows,
-                              int64_t num_chunks, float* c) {
-    for (int64_t row = 0; row < num_rows; row += kQuantizedRows)
-        multiply_some<PackedChunk<kFormat>>(num_rows - row, x.data + row * x.stride, x.stride, block,
-                                            0, num_chunks, c + row * kChunkRows);
-}
-
-// The same for many rows.
+// One block of 32 outputs for many rows: added to c [num_rows][32].
 template <int kFormat>
 inline void multiply_panels(const uint8_t* block, const QuantizedRows& x, int64_t num_rows,
                             int64_t num_chunks, float* c) {
     constexpr QuantizedLayout kLayout = layout_of(kFormat);
     Panel<kFormat> panel;
-    const int64_t turns = (num_rows + kQuantizedRows - 1) / kQuantizedRows;
+    const int64_t turns = (num_rows + kPanelRows - 1) / kPanelRows;
+    const int64_t together = (num_rows + turns - 1) / turns;
     for (int64_t from = 0; from < num_chunks; from += kPanelChunks) {
         const int64_t rest = num_chunks - from, count = rest < kPanelChunks ? rest : kPanelChunks;
         panel.unpack(block, from, count);
@@ -317,9 +313,10 @@ inline void multiply_panels(const uint8_t* block, const QuantizedRows& x, int64_
         panel.ahead = block + kLayout.chunk_at(from) + bytes;
         panel.ahead_lines = (bytes + lines - 1) / lines;
         const uint8_t* ahead_end = panel.ahead + bytes;
-        for (int64_t row = 0; row < num_rows; row += kQuantizedRows) {
-            multiply_some<PanelChunk<kFormat>>(num_rows - row, x.data + row * x.stride + from,
-                                               x.stride, (const uint8_t*)&panel, 0, count,
+        for (int64_t row = 0; row < num_rows; row += together) {
+            const int64_t rows = num_rows - row < together ? num_rows - row : together;
+            multiply_some<PanelChunk<kFormat>>(rows, x.data + row * x.stride + from, x.stride,
+                                               (const uint8_t*)&panel, 0, count,
                                                c + row * kChunkRows);
             panel.ahead += panel.ahead_lines * count * kCacheLine;
             if (panel.ahead >= ahead_end) panel.ahead_lines = 0;
@@ -333,8 +330,8 @@ __attribute__((noinline)) void multiply_block(const uint8_t* block, const Quanti
                            int64_t num_inputs, float* c) {
     const int64_t num_chunks = num_quantized_blocks(num_inputs);
     memset(c, 0, num_rows * kChunkRows * sizeof(float));
-    if (num_rows <= kUnpackedRows) {
-        multiply_directly<kFormat>(block, x, num_rows, num_chunks, c);
+    if (num_rows <= kDirectRows) {
+        multiply_some<PackedChunk<kFormat>>(num_rows, x.data, x.stride, block, 0, num_chunks, c);
     } else {
         multiply_panels<kFormat>(block, x, num_rows, num_chunks, c);
     }
