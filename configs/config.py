@@ -52,6 +52,9 @@ class ModelConfig:
         return self.served_model_names[0]
 
 
+KVCacheDtype = Literal["auto", "bfloat16", "float16", "float32", "int8"]
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """KV-cache size and prefix caching. `num_blocks` None: decided from memory by the worker."""
@@ -61,6 +64,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: as the model
 
 
 @dataclass(frozen=True)

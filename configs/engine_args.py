@@ -17,6 +17,7 @@ from headrace.configs.config import (
     CacheConfig,
     DType,
     EngineConfig,
+    KVCacheDtype,
     LoadConfig,
     LoadFormat,
     LogprobsMode,
@@ -304,6 +305,7 @@ class _Resolver:
             enable_prefix_caching=args.enable_prefix_caching is not False,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             num_blocks=args.num_gpu_blocks_override,
+            kv_cache_dtype=cast(KVCacheDtype, args.kv_cache_dtype.removesuffix("_per_token_head")),
         )
 
     def _scheduler_config(self) -> SchedulerConfig:

@@ -5,8 +5,12 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace.configs.config import KVCacheDtype
+from headrace.configs.errors import ConfigurationError
 from headrace.workers.page_toucher import PageToucher
 from headrace.workers.protocol import BlockCopy, KVCacheGroupSpec, KVCacheSpec
+
+_NARROWER = [torch.bfloat16, torch.float16]  # than float32
 
 
 def make_kv_cache_spec(
@@ -42,22 +46,49 @@ def make_kv_cache_spec(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype_bytes=dtype.itemsize,
+        scale_bytes=torch.float32.itemsize if dtype is torch.int8 else 0,
     )
+
+
+def choose_cache_dtype(
+    name: KVCacheDtype, model_dtype: torch.dtype, has_native_kernels: bool
+) -> torch.dtype:
+    """The type of K and V in the cache.
+
+    Raises ConfigurationError for one that attention cannot read beside rows of `model_dtype`.
+    """
+    usable = [model_dtype]
+    if has_native_kernels:
+        usable.append(torch.int8)
+        usable += _NARROWER if model_dtype is torch.float32 else []
+    if name == "auto":
+        return model_dtype
+    chosen: torch.dtype = getattr(torch, name)
+    if chosen not in usable:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in usable)
+        kind = "native" if has_native_kernels else "torch"
+        raise ConfigurationError(
+            f"kv_cache_dtype {name} does not work with dtype "
+            f"{str(model_dtype).removeprefix('torch.')} on {kind} kernels; choose auto or one of "
+            f"{names}"
+        )
+    return chosen
 
 
 class KVCache:
     """All pages of all layers, in one allocation.
 
-    `layer_pages[layer]` is the layer's buffer as rows of one token's K or V (see
-    `kernels.attention.metadata`): [num_blocks * 2 * block_size, num_kv_heads * head_dim]. All
-    memory starts as zeros; once its `toucher` is started, the system backs it with real pages in
-    idle moments, so that requests do not pay for that.
+    `pool` is [num_buffers, num_blocks, elements of a page]. `layer_pages[layer]` is the layer's
+    buffer. The torch kernels take it as rows of one token's K or V (see
+    `kernels.attention.metadata`), [num_blocks * 2 * block_size, num_kv_heads * head_dim]; the
+    native ones order each page as their products read it, and put scales behind int8. All memory
+    starts as zeros; once its `toucher` is started, the system backs it with real pages in idle
+    moments, so that requests do not pay for that.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, dtype: torch.dtype) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
-        page_shape = (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
         # Private memory: shared anonymous memory gets no huge pages, and they halve the touching.
         memory = mmap.mmap(
             -1, spec.block_bytes * num_blocks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -65,22 +96,31 @@ class KVCache:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         pool = torch.frombuffer(memory, dtype=dtype)  # keeps the memory alive
-        self.pool = pool.view(spec.num_buffers, num_blocks, *page_shape)
-        rows = self.pool.view(
-            spec.num_buffers, num_blocks * 2 * spec.block_size, spec.num_kv_heads * spec.head_dim
-        )
+        self.pool = pool.view(spec.num_buffers, num_blocks, spec.page_bytes // dtype.itemsize)
+        buffers = self.pool
+        if not spec.scale_bytes:
+            buffers = self.pool.view(spec.num_buffers, -1, spec.num_kv_heads * spec.head_dim)
         layers = {
             layer: (group, buffer)
             for group, group_spec in enumerate(spec.groups)
             for buffer, layer in enumerate(group_spec.layer_indices)
         }
-        self.layer_pages = [rows[layers[layer][1]] for layer in range(len(layers))]
+        self.layer_pages = [buffers[layers[layer][1]] for layer in range(len(layers))]
         self.layer_groups = [layers[layer][0] for layer in range(len(layers))]
         self.toucher = PageToucher(self.pool, spec.num_buffers)
 
     @property
     def num_bytes(self) -> int:
         return self.spec.block_bytes * self.num_blocks
+
+    def describe(self) -> str:
+        """One line for the log."""
+        spec = self.spec
+        return (
+            f"KV cache: {str(self.pool.dtype).removeprefix('torch.')}, {self.num_blocks} blocks of "
+            f"{spec.block_size} tokens, {spec.block_bytes / spec.block_size:.0f} bytes a token and "
+            f"group"
+        )
 
     def close(self) -> None:
         """Stop touching pages. The memory itself goes with the last tensor that uses it."""

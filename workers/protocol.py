@@ -42,9 +42,8 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 
     All groups' pages have one byte size, so that they share one pool.
 
-    Buffer b (of `num_buffers`) has shape [num_blocks, 2, block_size, num_kv_heads, head_dim]; block
-    ids index the first axis, and block 0 is the null block: it stands for pages that are never
-    read.
+    Each buffer has a page per block, and block 0 is the null block: it stands for pages that are
+    never read. How K and V of a block's tokens lie in a page is the attention kernels' business.
     """
 
     groups: tuple[KVCacheGroupSpec, ...]
@@ -53,12 +52,18 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    scale_bytes: int = 0  # beside a head's key, and its value, of a token
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one block takes in one buffer."""
+        head_bytes = self.head_dim * self.dtype_bytes + self.scale_bytes
+        return 2 * self.block_size * self.num_kv_heads * head_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes that one block takes over all buffers."""
-        page = 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
-        return page * self.num_buffers
+        return self.page_bytes * self.num_buffers
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

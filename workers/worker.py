@@ -14,7 +14,7 @@ from headrace.configs.hardware import CpuFacts, cpu_facts
 from headrace.configs.quantization import INT8
 from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.native import NativeKernels, load_kernels
-from headrace.workers.kv_cache import KVCache, make_kv_cache_spec
+from headrace.workers.kv_cache import KVCache, choose_cache_dtype, make_kv_cache_spec
 from headrace.workers.memory_budget import MemoryBudget, plan_memory
 from headrace.workers.model_runner import ModelRunner
 from headrace.workers.models import Decoder, build_model, load_weights
@@ -98,19 +98,23 @@ class Worker(RemoteCalls):
             )
             self._log_kernels(model)
             attention = model.config.attention
+            cache_dtype = choose_cache_dtype(
+                self.config.cache_config.kv_cache_dtype, dtype, model.kernels is not None
+            )
             spec = make_kv_cache_spec(
                 model.windows,
                 self.config.cache_config.block_size,
                 attention.num_kv_heads,
                 attention.head_dim,
-                dtype,
+                cache_dtype,
             )
             share = self.config.cache_config.gpu_memory_utilization
             available = (self._facts or cpu_facts()).memory_for(share)
             num_bytes = model.num_weight_bytes + model.num_rotary_bytes(model_config.max_model_len)
             self._budget = plan_memory(self.config, model.config, spec, num_bytes, available)
             model.allocate(model_config.max_model_len)
-            self._kv_cache = KVCache(spec, self._budget.num_blocks, dtype)
+            self._kv_cache = KVCache(spec, self._budget.num_blocks, cache_dtype)
+            logger.info("%s", self._kv_cache.describe())
         with self._timed("load weights"), torch.inference_mode():
             load_weights(model, self._weights(model), model_config.path)
         self._model = model
@@ -176,11 +180,12 @@ class Worker(RemoteCalls):
             )
 
     def _contract_id(self) -> str:
-        """Names the rules of arithmetic: library, type, how weights are kept, instruction sets."""
+        """Names the rules of arithmetic: library, types of model and cache, instruction sets."""
         config = self.config.model_config
         library = f"torch-{torch.__version__}-{config.dtype}"
         if config.quantization != "none":
             library += f"-{config.quantization}"
+        library += f"-kv-{str(self.kv_cache.pool.dtype).removeprefix('torch.')}"
         isa = "+".join(sorted((self._facts or cpu_facts()).isa))
         if isinstance(self._model, NativeDecoder):
             return f"{self._model.kernels.contract}-{library}-{isa}"  # torch edits logits

@@ -9,6 +9,7 @@ DEFAULT_BLOCK_SIZE = 16
 HASH_ALGORITHMS = (
     "builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor",
 )  # fmt: skip
+KV_CACHE_DTYPES = ("bfloat16", "float16", "float32", "int8", "int8_per_token_head")
 
 _option = partial(option, group="CacheConfig")
 _later = partial(_option, status="later")
@@ -28,8 +29,13 @@ class CacheOptions:
     )  # fmt: skip
     swap_space: float = _legacy(4, "sequences are never swapped to host memory")
     kv_cache_dtype: str = _later(
-        "auto", "type of keys and values in the cache",
-        choices=["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"],
+        "auto", "type of keys and values in the cache; auto is the model's dtype; int8 has a "
+        "scale per token and head",
+        choices=[
+            "auto", *KV_CACHE_DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla",
+            "fp8_per_token_head", "int4_per_token_head",
+        ],
+        holds=KV_CACHE_DTYPES,
     )  # fmt: skip
     num_gpu_blocks_override: int | None = _option(
         None, "exact number of KV-cache blocks", minimum=1

@@ -315,12 +315,15 @@ inline void run_attention(const Work& work, int64_t index, int thread, int num_t
     }
 }
 
-// Chooses by the format of the cache; `can_attend` of the library refuses all others.
+// Chooses by the format of the cache: that of the rows, int8, or under fp32 a narrower one.
 template <typename E>
 inline void run_attention(const Work& work, int64_t index, int thread, int num_threads) {
-    switch (work.ops[index].cache_format) {
-        case HR_INT8: return run_attention<E, int8_t>(work, index, thread, num_threads);
-        case kFormat<E>: return run_attention<E, E>(work, index, thread, num_threads);
+    const int32_t format = work.ops[index].cache_format;
+    if (format == kFormat<E>) return run_attention<E, E>(work, index, thread, num_threads);
+    if (format == HR_INT8) return run_attention<E, int8_t>(work, index, thread, num_threads);
+    if constexpr (kFormat<E> == HR_F32) {
+        if (format == HR_BF16) return run_attention<E, bf16>(work, index, thread, num_threads);
+        if (format == HR_F16) return run_attention<E, f16>(work, index, thread, num_threads);
     }
 }
 

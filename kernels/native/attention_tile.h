@@ -26,7 +26,9 @@ using Factor = typename FactorOf<E>::Type;
 
 // Rows and vectors of sums that fit into registers.
 template <typename E>
-constexpr int kStripRows = HR_LANES == 16 ? 6 : 2;
+constexpr int kStripRows = HR_LANES == 16 ? 4 : 2;
+template <>
+constexpr int kStripRows<bf16> = HR_LANES == 16 ? 6 : 2;
 template <typename E>
 constexpr int kStripVectors = 4;
 template <>
@@ -201,8 +203,6 @@ struct Strips {
         int64_t vector = from;
         for (; vector + kVectors <= to; vector += kVectors)
             multiply_rows<kVectors>(num_rows, vector, line);
-        if constexpr (kVectors > 2)
-            for (; vector + 2 <= to; vector += 2) multiply_rows<2>(num_rows, vector, line);
         for (; vector < to; ++vector) multiply_rows<1>(num_rows, vector, line);
     }
 };
@@ -216,7 +216,7 @@ inline void prefetch_rows(const E* first, int64_t stride) {
 
 // Scores [num_rows][kTile] of queries [num_rows][dim] and the keys of some groups of a tile.
 template <typename E>
-inline void multiply_keys(int64_t num_rows, const Factor<E>* queries, int64_t dim,
+__attribute__((noinline)) void multiply_keys(int64_t num_rows, const Factor<E>* queries, int64_t dim,
                           const Tile<E>& tile, int64_t first_group, int64_t end_group,
                           float* scores) {
     constexpr int64_t kVectors = kKeyGroup / HR_LANES;  // of a group
@@ -235,7 +235,7 @@ inline void multiply_keys(int64_t num_rows, const Factor<E>* queries, int64_t di
 // Adds the values of some groups of a tile, weighted with probabilities [num_rows][kTile], to sums
 // [num_rows][wide].
 template <typename E>
-inline void add_values(int64_t num_rows, const Factor<E>* probabilities, const Tile<E>& tile,
+__attribute__((noinline)) void add_values(int64_t num_rows, const Factor<E>* probabilities, const Tile<E>& tile,
                        int64_t first_group, int64_t end_group, int64_t wide, float* sums) {
     const Strips<E, true> strips = {probabilities, kTile, first_group, end_group, kTile,
                                     tile.value_stride, sums, wide};

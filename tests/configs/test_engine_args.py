@@ -127,6 +127,19 @@ def test_later_fields_are_refused_by_name(name: str) -> None:
         assert name in str(error.value) and flag_of(name) in str(error.value)
 
 
+def test_types_of_the_cache(model: Path) -> None:
+    for asked, given in (
+        ("bfloat16", "bfloat16"),
+        ("int8", "int8"),
+        ("int8_per_token_head", "int8"),
+    ):
+        config = args(model, kv_cache_dtype=asked).create_engine_config()
+        assert config.cache_config.kv_cache_dtype == given
+    for name in ("fp8_e5m2", "fp8_per_token_head", "int4_per_token_head"):
+        with pytest.raises(UnsupportedFeatureError, match=name):
+            args(model, kv_cache_dtype=name).create_engine_config()
+
+
 @pytest.mark.parametrize("name", HOLDS)
 def test_what_holds_anyway_is_accepted(name: str, model: Path) -> None:
     config = args(model, **{name: HOLDS[name]}).create_engine_config()

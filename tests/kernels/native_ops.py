@@ -1,6 +1,7 @@
 """Single native operations on torch tensors, and the instruction sets to test."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from headrace.kernels.native import (
     PackedMatrix,
     Step,
 )
-from headrace.kernels.native.interface import Group, open_library
+from headrace.kernels.native.interface import Format, Group, open_library
 from headrace.kernels.native.kernels import supported_isas
 
 GATED = (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
@@ -98,13 +99,24 @@ def product(
     return result
 
 
-def packed_pages(pages: torch.Tensor, block_size: int, num_kv_heads: int) -> torch.Tensor:
-    """A layer's pages in the layout of native attention.
+# The number of each type of rows and caches.
+FORMATS = {
+    torch.bfloat16: Format.BF16,
+    torch.float16: Format.F16,
+    torch.float32: Format.F32,
+    torch.int8: Format.INT8,
+}
+
+
+def packed_pages(
+    pages: torch.Tensor, block_size: int, num_kv_heads: int, rows: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """A layer's pages in the layout of native attention for a step with `rows` of this type.
 
     `pages` [num_blocks * 2 * block_size, num_kv_heads * head_dim]: a row is a token's K or V.
     """
     head_dim = pages.shape[1] // num_kv_heads
-    width = 2 if pages.dtype is torch.bfloat16 else 1  # what lies side by side
+    width = 2 if rows is torch.bfloat16 else 1  # what lies side by side
     whole = block_size // width * width
     shape = (-1, 2, block_size, num_kv_heads, head_dim)
     keys, values = pages.view(shape).transpose(2, 3).unbind(1)  # [blocks, heads, tokens, dims]
@@ -116,54 +128,88 @@ def packed_pages(pages: torch.Tensor, block_size: int, num_kv_heads: int) -> tor
     return torch.cat([part.flatten(2) for part in parts], dim=2).contiguous()
 
 
-def unpacked_pages(packed: torch.Tensor, block_size: int, num_kv_heads: int) -> torch.Tensor:
+def unpacked_pages(
+    packed: torch.Tensor, block_size: int, num_kv_heads: int, rows: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """Rows as `packed_pages` takes them. `packed`: of the same size, in any shape."""
     blocks = packed.reshape(-1, num_kv_heads, 2, packed.shape[-1] // num_kv_heads * block_size)
-    width = 2 if packed.dtype is torch.bfloat16 else 1
+    width = 2 if rows is torch.bfloat16 else 1
     whole = block_size // width * width
     head_dim = blocks.shape[3] // block_size
     keys, values = blocks.unbind(2)
     pairs = values[:, :, : whole * head_dim].unflatten(2, (-1, head_dim, width))
     rest = values[:, :, whole * head_dim :].unflatten(2, (-1, head_dim))
-    rows = (
+    tokens = (
         keys.unflatten(2, (-1, block_size, width)).transpose(2, 3).flatten(3),
         torch.cat((pairs.transpose(3, 4).flatten(2, 3), rest), dim=2),
     )
-    return torch.stack(rows, 1).transpose(2, 3).reshape(-1, num_kv_heads * head_dim)
+    return torch.stack(tokens, 1).transpose(2, 3).reshape(-1, num_kv_heads * head_dim)
 
 
-def attention(
-    kernels: NativeKernels,
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    sequences: Sequence[SequenceSlots],
-    block_size: int,
-    num_kv_heads: int,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> torch.Tensor:
-    """Attention of bf16 `query` [num_tokens, num_heads, head_dim] to what `pages` holds.
+@dataclass
+class AttentionCall:
+    """What attention operations on one cache have in common."""
 
-    `pages` as `packed_pages` takes them.
-    """
-    pages = packed_pages(pages, block_size, num_kv_heads)
-    num_tokens, num_heads, head_dim = query.shape
-    flat = query.reshape(num_tokens, -1)
-    out = torch.full_like(flat, torch.nan)
-    op = Op(kind=Kind.ATTENTION, input=0, output=1, scale=head_dim**-0.5, rope=-1)
-    op.soft_cap = soft_cap or 0.0
-    op.pages, op.num_heads, op.num_kv_heads = pages.data_ptr(), num_heads, num_kv_heads
-    op.head_dim = head_dim
-    plan = NativePlanner(window).plan(sequences)
-    step = Step(num_tokens=num_tokens, num_sequences=len(sequences), block_size=block_size)
-    step.query_starts = plan.query_starts.__array_interface__["data"][0]
-    step.context_lens = plan.context_lens.__array_interface__["data"][0]
-    groups = (Group * 1)(Group(plan.slot_addresses.__array_interface__["data"][0], window or 0))
-    step.num_groups, step.groups = 1, groups
-    for number, buffer in enumerate((flat, out)):
-        step.buffers[number], step.strides[number] = buffer.data_ptr(), buffer.stride(0)
-    kernels.run((Op * 1)(op), step)
-    return out.view_as(query)
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None  # [num_heads] float32
+
+    def attend(
+        self,
+        kernels: NativeKernels,
+        query: torch.Tensor,
+        packed: torch.Tensor,
+        sequences: Sequence[SequenceSlots],
+    ) -> torch.Tensor:
+        """Attention of `query` [num_tokens, num_heads, head_dim] to what the cache holds."""
+        return self._run(kernels, query.flatten(1), query.shape[1], packed, sequences, rope=-1)
+
+    def write(
+        self,
+        kernels: NativeKernels,
+        key_value: torch.Tensor,
+        packed: torch.Tensor,
+        sequence: SequenceSlots,
+    ) -> None:
+        """Write `key_value` [num_tokens, 2, num_kv_heads, head_dim], without turning anything."""
+        num_tokens = key_value.shape[0]
+        query = torch.zeros(num_tokens, self.num_kv_heads, self.head_dim, dtype=key_value.dtype)
+        qkv = torch.cat((query, key_value.flatten(1, 2)), dim=1).flatten(1)
+        self._run(kernels, qkv, self.num_kv_heads, packed, [sequence], rope=0)
+
+    def _run(
+        self,
+        kernels: NativeKernels,
+        qkv: torch.Tensor,
+        num_heads: int,
+        packed: torch.Tensor,
+        sequences: Sequence[SequenceSlots],
+        rope: int,
+    ) -> torch.Tensor:
+        num_tokens, head_dim = qkv.shape[0], self.head_dim
+        out = torch.full((num_tokens, num_heads * head_dim), torch.nan, dtype=qkv.dtype)
+        op = Op(kind=Kind.ATTENTION, input=0, output=1, scale=head_dim**-0.5, rope=rope)
+        op.soft_cap = self.soft_cap or 0.0
+        op.sinks = 0 if self.sinks is None else self.sinks.data_ptr()
+        op.pages, op.cache_format = packed.data_ptr(), FORMATS[packed.dtype]
+        op.num_heads, op.num_kv_heads, op.head_dim = num_heads, self.num_kv_heads, head_dim
+        plan = NativePlanner(self.window).plan(sequences)
+        step = Step(num_tokens=num_tokens, num_sequences=len(sequences), format=FORMATS[qkv.dtype])
+        step.block_size = self.block_size
+        step.query_starts = plan.query_starts.__array_interface__["data"][0]
+        step.context_lens = plan.context_lens.__array_interface__["data"][0]
+        addresses = plan.slot_addresses.__array_interface__["data"][0]
+        step.num_groups, step.groups = 1, (Group * 1)(Group(addresses, self.window or 0))
+        positions = torch.zeros(num_tokens, dtype=torch.int64)
+        table = torch.cat((torch.ones(head_dim // 2), torch.zeros(head_dim // 2)))
+        step.positions, step.ropes[0] = positions.data_ptr(), table.data_ptr()
+        for number, buffer in enumerate((qkv, out)):
+            step.buffers[number], step.strides[number] = buffer.data_ptr(), buffer.stride(0)
+        kernels.run((Op * 1)(op), step)
+        return out.view(num_tokens, num_heads, head_dim)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

@@ -183,7 +183,7 @@ def test_rotary(
     step.buffers[0], step.strides[0] = qkv.data_ptr(), num_heads * dim
     step.buffers[1], step.strides[1] = attended.data_ptr(), heads * dim
     kernels.run((Op * 1)(op), step)
-    pages = unpacked_pages(pages, block_size, kv_heads)
+    pages = unpacked_pages(pages, block_size, kv_heads, torch.bfloat16)
 
     close = {"rtol": 2**-8, "atol": 1e-5}
     torch.testing.assert_close(qkv[:, :heads].float(), expected[:, :heads], **close)

@@ -25,11 +25,13 @@ BLOCK_SIZE = 16
 PROMPT_LEN = 100  # several times the windows of the tiny models
 
 
-def prompt_logits(model: Decoder, token_ids: list[int], chunk: int) -> torch.Tensor:
+def prompt_logits(
+    model: Decoder, token_ids: list[int], chunk: int, cache_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Logits of the whole prompt, computed in chunks; every group has blocks of its own."""
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     num_groups = len(make_kv_cache(model, 2).spec.groups)
-    cache = make_kv_cache(model, 1 + num_blocks * num_groups)
+    cache = make_kv_cache(model, 1 + num_blocks * num_groups, dtype=cache_dtype)
     ids = torch.randperm(num_blocks * num_groups) + 1
     slots = [block_slots(row, BLOCK_SIZE) for row in ids.view(num_groups, -1).tolist()]
     planners = model.planners(cache.spec)

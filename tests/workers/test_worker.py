@@ -1,5 +1,6 @@
 """The worker from files to steps: start-up, memory budget, warm-up."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from headrace.configs.engine_args import EngineArgs
 from headrace.configs.errors import ConfigurationError, InsufficientMemoryError, ModelFileError
 from headrace.configs.hardware import CpuFacts, cpu_facts
 from headrace.workers import worker as worker_module
+from headrace.workers.kv_cache import choose_cache_dtype
 from headrace.workers.protocol import WorkerInfo
 from headrace.workers.worker import Worker
 from tests.kernels.native_ops import available_isas
@@ -80,7 +82,7 @@ def test_serves_a_saved_model(name: str, tmp_path: Path) -> None:
     driver.run({choice: 70}, chunk=30)
     assert_greedy(make_reference(name), driver.tokens[choice], 50)
     worker.shutdown()
-    library = f"torch-{torch.__version__}-float32-"
+    library = f"torch-{torch.__version__}-float32-kv-float32-"
     if available_isas():
         assert info.contract_id.startswith("native-3-") and f"-{library}" in info.contract_id
     else:
@@ -99,12 +101,13 @@ def test_kernels_are_chosen_by_type_and_variable(
         monkeypatch.setenv("HEADRACE_CPU_KERNELS", choice)
         worker, info = start(narrow)
         family = {"avx512vnni": "avx512", "amx": "avx512"}.get(choice, choice)
-        assert info.contract_id.startswith(f"native-3-{family}-torch-{torch.__version__}-bfloat16")
+        library = f"torch-{torch.__version__}-bfloat16-kv-bfloat16-"
+        assert info.contract_id.startswith(f"native-3-{family}-{library}")
         assert worker.kv_cache.toucher.wait(30.0)
         assert not worker.kv_cache.pool.any()  # the warm-up left nothing
     monkeypatch.setenv("HEADRACE_CPU_KERNELS", "reference")
     _, info = start(narrow)
-    assert info.contract_id.startswith(f"torch-{torch.__version__}-bfloat16-reference-")
+    assert info.contract_id.startswith(f"torch-{torch.__version__}-bfloat16-kv-bfloat16-reference-")
     monkeypatch.setenv("HEADRACE_CPU_KERNELS", "sse")
     with pytest.raises(ConfigurationError, match="'sse' do not exist"):
         start(narrow)
@@ -148,8 +151,9 @@ def test_quantization_on_torch(
     config = quantized(gguf_config(path), method)
     _, info = start(config)
     plain = start(quantized(config, "none"))[1]
-    assert info.contract_id.startswith(f"torch-{torch.__version__}-bfloat16-{method}-reference-")
-    assert plain.contract_id.startswith(f"torch-{torch.__version__}-bfloat16-reference-")
+    library = f"torch-{torch.__version__}-bfloat16"
+    assert info.contract_id.startswith(f"{library}-{method}-kv-bfloat16-reference-")
+    assert plain.contract_id.startswith(f"{library}-kv-bfloat16-reference-")
     assert info.memory["weights"] == plain.memory["weights"]
     assert f"{method} (bfloat16 8)" in caplog.text
     assert "quantized weights are dequantized into bfloat16" in caplog.text
@@ -161,6 +165,41 @@ def test_random_weights_in_8_bits(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     _, info = start(replace(config, load_config=LoadConfig("dummy")))
     assert "-bfloat16-int8_per_channel_weight_only-" in info.contract_id
+
+
+@pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
+def test_an_int8_cache_takes_half_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = save("gemma3", tmp_path)
+    config = replace(config, model_config=replace(config.model_config, dtype="bfloat16"))
+    wide = start(config)[1].kv_cache_spec
+    config = replace(config, cache_config=CacheConfig(kv_cache_dtype="int8"))
+    with caplog.at_level(logging.INFO):
+        worker, info = start(config)
+    spec = info.kv_cache_spec
+    # One byte per value instead of two, and four for the scale of each of a head's 8 values.
+    assert spec.block_bytes == wide.block_bytes * 12 // 16
+    assert worker.kv_cache.pool.nbytes == spec.block_bytes * info.num_blocks
+    assert info.memory["KV cache"] == worker.kv_cache.pool.nbytes
+    assert "KV cache: int8, " in caplog.text
+    assert "-bfloat16-kv-int8-" in info.contract_id
+    assert worker.kv_cache.toucher.wait(30.0)
+    assert not worker.kv_cache.pool.any()  # the warm-up left nothing, and the scales are zeroed too
+
+
+def test_a_cache_that_attention_cannot_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_CPU_KERNELS", "reference")
+    config = replace(save("llama", tmp_path), cache_config=CacheConfig(kv_cache_dtype="int8"))
+    with pytest.raises(ConfigurationError, match=r"kv_cache_dtype int8 .* on torch kernels"):
+        start(config)
+    for name in ("bfloat16", "float32"):
+        assert choose_cache_dtype("auto", getattr(torch, name), False) is getattr(torch, name)
+    assert choose_cache_dtype("float16", torch.float32, True) is torch.float16
+    with pytest.raises(ConfigurationError, match="choose auto or one of bfloat16, int8"):
+        choose_cache_dtype("float32", torch.bfloat16, True)
 
 
 def test_memory_is_accounted_for(tmp_path: Path) -> None:

@@ -118,12 +118,15 @@ def make_decoder(reference: Any) -> Decoder:
     return model
 
 
-def make_kv_cache(model: Decoder, num_blocks: int, block_size: int = 16) -> KVCache:
-    attention = model.config.attention
+def make_kv_cache(
+    model: Decoder, num_blocks: int, block_size: int = 16, dtype: torch.dtype | None = None
+) -> KVCache:
+    """`dtype` None: that of the model."""
+    attention, dtype = model.config.attention, dtype or model.dtype
     spec = make_kv_cache_spec(
-        model.windows, block_size, attention.num_kv_heads, attention.head_dim, model.dtype
+        model.windows, block_size, attention.num_kv_heads, attention.head_dim, dtype
     )
-    return KVCache(spec, num_blocks, model.dtype)
+    return KVCache(spec, num_blocks, dtype)
 
 
 def reference_logits(reference: Any, token_ids: list[int]) -> torch.Tensor:

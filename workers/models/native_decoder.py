@@ -22,7 +22,7 @@ from headrace.kernels.native import (
     PackedMatrix,
     Step,
 )
-from headrace.kernels.native.interface import MAX_ROPES, Group
+from headrace.kernels.native.interface import MAX_ROPES, Format, Group
 from headrace.workers.kv_cache import KVCache
 from headrace.workers.layers import Attention, Embedding, PackedLinear, RMSNorm
 from headrace.workers.models.decoder import Decoder, DecoderLayer, StepAttention, StepPlanner
@@ -36,6 +36,12 @@ _GATED_EPILOGUES = {
     "swish": Epilogue.SILU_MUL,
     "gelu_pytorch_tanh": Epilogue.GELU_MUL,
     "gelu_new": Epilogue.GELU_MUL,
+}
+_CACHE_FORMATS = {
+    torch.bfloat16: Format.BF16,
+    torch.float16: Format.F16,
+    torch.float32: Format.F32,
+    torch.int8: Format.INT8,
 }
 _MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attention item
 
@@ -363,6 +369,7 @@ def _attention(attention: Attention, rope: int, pages: torch.Tensor, group: int)
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        cache_format=_CACHE_FORMATS[pages.dtype],
     )
 
 
