@@ -135,7 +135,8 @@ bool is_float(int32_t format) { return format >= HR_BF16 && format <= HR_F32; }
 bool can_run(const hr_op& op, const hr_step& step) {
     if (!is_float(step.format)) return false;
     if (op.kind == HR_ATTENTION)
-        return op.cache_format == step.format || op.cache_format == HR_INT8;
+        return op.cache_format == step.format || op.cache_format == HR_INT8 ||
+               (step.format == HR_F32 && is_float(op.cache_format));
     return op.kind != HR_PRODUCT || op.format == step.format || is_quantized(op.format);
 }
 

@@ -100,12 +100,7 @@ def product(
 
 
 # The number of each type of rows and caches.
-FORMATS = {
-    torch.bfloat16: Format.BF16,
-    torch.float16: Format.F16,
-    torch.float32: Format.F32,
-    torch.int8: Format.INT8,
-}
+CACHE_FORMATS = {**FORMATS, torch.int8: Format.INT8}
 
 
 def packed_pages(
@@ -194,10 +189,12 @@ class AttentionCall:
         op = Op(kind=Kind.ATTENTION, input=0, output=1, scale=head_dim**-0.5, rope=rope)
         op.soft_cap = self.soft_cap or 0.0
         op.sinks = 0 if self.sinks is None else self.sinks.data_ptr()
-        op.pages, op.cache_format = packed.data_ptr(), FORMATS[packed.dtype]
+        op.pages, op.cache_format = packed.data_ptr(), CACHE_FORMATS[packed.dtype]
         op.num_heads, op.num_kv_heads, op.head_dim = num_heads, self.num_kv_heads, head_dim
         plan = NativePlanner(self.window).plan(sequences)
-        step = Step(num_tokens=num_tokens, num_sequences=len(sequences), format=FORMATS[qkv.dtype])
+        step = Step(
+            num_tokens=num_tokens, num_sequences=len(sequences), format=CACHE_FORMATS[qkv.dtype]
+        )
         step.block_size = self.block_size
         step.query_starts = plan.query_starts.__array_interface__["data"][0]
         step.context_lens = plan.context_lens.__array_interface__["data"][0]

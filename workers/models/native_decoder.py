@@ -22,7 +22,7 @@ from headrace.kernels.native import (
     PackedMatrix,
     Step,
 )
-from headrace.kernels.native.interface import MAX_ROPES, Format, Group
+from headrace.kernels.native.interface import MAX_ROPES, Group
 from headrace.workers.kv_cache import KVCache
 from headrace.workers.layers import Attention, Embedding, PackedLinear, RMSNorm
 from headrace.workers.models.decoder import Decoder, DecoderLayer, StepAttention, StepPlanner
@@ -37,12 +37,7 @@ _GATED_EPILOGUES = {
     "gelu_pytorch_tanh": Epilogue.GELU_MUL,
     "gelu_new": Epilogue.GELU_MUL,
 }
-_CACHE_FORMATS = {
-    torch.bfloat16: Format.BF16,
-    torch.float16: Format.F16,
-    torch.float32: Format.F32,
-    torch.int8: Format.INT8,
-}
+_CACHE_FORMATS = {**FORMATS, torch.int8: Format.INT8}
 _MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attention item
 
 # Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream.
@@ -365,7 +360,6 @@ def _attention(attention: Attention, rope: int, pages: torch.Tensor, group: int)
         soft_cap=shape.soft_cap or 0.0,
         group=group,
         pages=pages.data_ptr(),
-        cache_format=FORMATS[pages.dtype],
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
