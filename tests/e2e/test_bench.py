@@ -115,7 +115,8 @@ def test_serve_over_the_chat_route(server: ServerProcess, tmp_path, capsys):
 
 def test_chat_on_an_engine_of_its_own(smollm2_gguf, capsys):
     argv = ("chat", str(smollm2_gguf), *SMALL[:-1], "--stats", "--temperature", "0")
-    assert main([*argv, "-q", "What is the capital of France?", "--max-tokens", "24"]) == 0
+    question = "What is the capital of France? Answer in one sentence."
+    assert main([*argv, "-q", question, "--max-tokens", "24"]) == 0
     printed = capsys.readouterr()
     assert "Paris" in printed.out and "a second]" in printed.err
 

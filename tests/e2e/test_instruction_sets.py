@@ -56,11 +56,13 @@ def test_answers(
         outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
     finally:
         llm.close()
-    (used,) = re.findall(r"CPU kernels: (\S+)", capfd.readouterr().err)
-    is_native = used.endswith(f"-{choice}")
-    assert is_native or used.startswith("torch")
-    if dtype == "bfloat16":
-        assert is_native == (choice != "reference")
+    log = capfd.readouterr().err
+    (used,) = re.findall(r"(?<!native )CPU kernels: (\S+)", log)
+    if choice == "reference":
+        assert used.startswith("torch")
+    else:
+        (chosen,) = re.findall(r"native CPU kernels: (\w+)", log)
+        assert chosen == choice and used.startswith("native-")
     worst, differ = 0.0, 0
     for output in outputs:
         prompt, answer = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
