@@ -167,7 +167,7 @@ def test_a9_prompt_that_never_fits(start_server: StartServer, smollm2_gguf: Path
             pool.submit(server.complete, prompt=[200 + k] * 20, max_tokens=8, ignore_eos=True)
             for k in range(10)
         ]
-        assert_refused(long.result(), "prompt", "145", "128", "8192")
+        assert_refused(long.result(), "input_tokens", "145", "128", "8192")
         for answer in short:
             assert answer.result().json()["usage"]["completion_tokens"] == 8
     wait_until(lambda: server.metrics()["num_requests_waiting"] == 0, 2, "an empty queue")
@@ -196,8 +196,8 @@ def test_a10_window_keys_and_readiness(start_server: StartServer, smollm2_gguf: 
         return server.complete(headers=key, prompt=[100] * length, ignore_eos=True, **fields)
 
     for limit in ({}, {"max_tokens": 1}, {"max_tokens": 2}):
-        assert_refused(complete(64, **limit), "prompt", "64")
-        assert_refused(complete(65, **limit), "prompt", "65", "64")
+        assert_refused(complete(64, **limit), "input_tokens", "64")
+        assert_refused(complete(65, **limit), "input_tokens", "65", "64")
         answer = complete(63, **limit).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["prompt_tokens"] == 63 and answer["usage"]["completion_tokens"] == 1

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from headrace.configs.config import LogprobsMode
 from headrace.engine_core.messages import EngineCoreOutput, EngineCoreRequest
+from headrace.workers.layers import Embedding
 from headrace.workers.logprobs import SCORE_COPIES, SCORE_ROWS
 from headrace.workers.model_runner import ModelRunner
 from headrace.workers.models import StepPlanner
@@ -181,18 +182,27 @@ def test_scores_of_prompts_are_raw_in_every_mode(
 
 
 @pytest.mark.slow
+def set_row(embedding: Embedding, row: torch.Tensor) -> None:
+    """The embedding of token 31, [1, hidden_size]."""
+    if embedding.packed:
+        embedding.packed[0].fill(row, 31)
+    else:
+        embedding.weight[31] = row[0]
+
+
 def test_bad_values_in_a_prompt_fail_that_request(machines: Machines) -> None:
     """Before the last chunk, too: no token was sampled there."""
     engine = machines.engine(prefix_caching=True, budget=8)
     model = engine.worker._model
     assert model is not None
-    poisoned = model.embedding.weight[31].clone()
+    embedding = model.embedding
+    own = embedding(torch.tensor([31])) / embedding.scale
     with torch.inference_mode():
-        model.embedding.weight[31] = torch.nan
+        set_row(embedding, torch.full_like(own, torch.nan))
         engine.scheduler.add_request(ask("bad", (*PROMPT[:3], 31, *PROMPT[3:])))
         engine.scheduler.add_request(ask("good"))
         outputs = run(engine)
-        model.embedding.weight[31] = poisoned
+        set_row(embedding, own)
     end = [output for output in outputs if output.request_id == "bad"][-1]
     assert len(scores_of(outputs, "bad")) < 3
     assert end.fault is not None and end.fault.code == "non_finite_logits"
