@@ -82,15 +82,34 @@ class SchedulerConfig:
     max_num_queued_tokens: int | None = None  # the same in prompt tokens
 
 
+# "module.Class" names an executor class of the user's own.
+ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"] | str
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many workers run the model, and what is mixed into their class."""
+    """How many workers run the model and each replica of it, and what is mixed into their class.
+
+    A replica's workers have ranks 0 to `world_size` - 1: stage by stage, and in a stage shard by
+    shard.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    distributed_executor_backend: ExecutorBackend = "uni"
+    # Layers of each stage; None: as even as the stages' parameters can be.
+    pp_layer_partition: tuple[int, ...] | None = None
+    # "module.Class" in place of the worker's own class; "" for that.
+    worker_cls: str = ""
     # "module.Class" whose methods join the worker's, for collective_rpc; "" for none.
     worker_extension_cls: str = ""
+    start_timeout_s: float = 600.0  # for all workers to be there, and to load the model
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True)

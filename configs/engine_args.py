@@ -23,7 +23,6 @@ from headrace.configs.config import (
     LogprobsMode,
     ModelConfig,
     ObservabilityConfig,
-    ParallelConfig,
     ProfilerConfig,
     SchedulerConfig,
     SchedulingPolicy,
@@ -48,6 +47,7 @@ from headrace.configs.hardware import cpu_facts
 from headrace.configs.model_files.model_info import ModelInfo, read_model_info
 from headrace.configs.model_files.resolve import resolve_model
 from headrace.configs.options import add_options, check_options, normalized, option
+from headrace.configs.parallel import resolve_parallel
 from headrace.configs.quantization import check_quantization, resolve_quantization
 from headrace.configs.sampling_sources import resolve_sampling_defaults
 
@@ -190,7 +190,7 @@ class _Resolver:
             model_config=self._model_config(path, info),
             cache_config=self._cache_config(),
             scheduler_config=self._scheduler_config(),
-            parallel_config=ParallelConfig(worker_extension_cls=args.worker_extension_cls),
+            parallel_config=resolve_parallel(args),
             load_config=LoadConfig(cast(LoadFormat, args.load_format), args.download_dir),
             observability_config=ObservabilityConfig(log_stats_interval_s=interval),
             profiler_config=self._profiler_config(),
@@ -202,6 +202,7 @@ class _Resolver:
         args = self._args
         self._scheduler_config()
         self._profiler_config()
+        resolve_parallel(args)
         check_quantization(args.quantization)
         if args.enable_chunked_prefill is False:
             raise ConfigurationError(

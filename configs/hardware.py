@@ -8,7 +8,7 @@ unreadable limits nothing.
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -77,8 +77,25 @@ class CpuFacts:
             )
         return cpus
 
+    def shared(self, index: int, count: int) -> "CpuFacts":
+        """What is left for one of `count` processes that divide all this: cores side by side.
+
+        With fewer cores than processes, each may use them all, with one thread.
+        """
+        if count == 1:
+            return self
+        available = self.memory_available // count
+        quota = None if self.cpu_quota is None else self.cpu_quota / count
+        cores, num_cores = self.core_cpus, len(self.core_cpus)
+        if num_cores < count:
+            return replace(self, memory_available=available, cpu_quota=1.0)
+        own = cores[index * num_cores // count : (index + 1) * num_cores // count]
+        return replace(
+            self, allowed_cpus=own, core_cpus=own, cpu_quota=quota, memory_available=available
+        )
+
     def memory_for(self, share: float) -> int:
-        """Bytes that an engine may take: what is available, and at most `share` of the whole.
+        """Bytes that a worker may take: what is available, and at most `share` of the whole.
 
         The whole is the cgroup's limit, or the machine's memory where there is none.
         """

@@ -8,29 +8,15 @@ import argparse
 import gc
 import logging
 import os
-import select
 import shutil
 import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 PROCESS_ENTRY = time.time()  # before the imports below, which take most of a second
-PARENT_POLL_S = 0.5
-
-
-def _watch_parent(pipe: int, parent: int, run_directory: Path) -> None:
-    """Exit when the parent does; nothing of ours may survive it, so the run directory goes too.
-
-    A process that the parent forked can hold the pipe open, hence the second look at the parent's
-    pid.
-    """
-    while os.getppid() == parent:
-        if select.select([pipe], [], [], PARENT_POLL_S)[0] and not os.read(pipe, 1):
-            break
-    shutil.rmtree(run_directory, ignore_errors=True)
-    os._exit(1)
 
 
 def main(argv: list[str]) -> int:
@@ -41,9 +27,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parent-pipe", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--log-level", type=int, default=logging.INFO)
+    parser.add_argument("--preload-worker", action="store_true")
     args = parser.parse_args(argv)
-    watch = (args.parent_pipe, args.parent_pid, args.socket.parent)
-    threading.Thread(target=_watch_parent, args=watch, name="parent-watch", daemon=True).start()
+    from headrace.executors.child_process import watch_parent
+
+    # Nothing of ours may survive the parent, so the run directory goes too.
+    clean_up = partial(shutil.rmtree, args.socket.parent, ignore_errors=True)
+    watch = (args.parent_pipe, args.parent_pid, clean_up)
+    threading.Thread(target=watch_parent, args=watch, name="parent-watch", daemon=True).start()
     # A graceful end is asked for by a message. A signal ends the process at once: a handler in
     # Python would wait for the native code of the step in progress. Nothing here outlives the
     # process: the front end sees it end, and tells every request.
@@ -62,9 +53,11 @@ def main(argv: list[str]) -> int:
     try:
         from headrace.configs.garbage import settle_garbage_collector
         from headrace.engine_core.startup import start_server
-        from headrace.executors.uniproc import preload
 
-        preload()
+        if args.preload_worker:
+            from headrace.executors.worker_host import preload
+
+            preload()
         server = start_server(sockets, PROCESS_ENTRY, imported=time.time())
         if server is None:
             return 1

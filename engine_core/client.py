@@ -29,10 +29,10 @@ from headrace.engine_core.messages import (
     ToCore,
     UtilityCall,
     UtilityResult,
-    WorkerCall,
 )
-from headrace.engine_core.remote_calls import Method, decode_results, encode_call
 from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.executors.worker_calls import Method, decode_results, encode_call
+from headrace.workers.protocol import WorkerCall
 
 Progress = Callable[[str], None]
 _MAX_MESSAGES_AT_ONCE = 100  # before other tasks of the event loop get their turn

@@ -1,11 +1,12 @@
 """`EngineCore`: scheduler plus executor, one step at a time; knows nothing of sockets."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from headrace.configs.config import EngineConfig
-from headrace.configs.errors import HeadraceError, InvalidRequestError
+from headrace.configs.errors import EngineDeadError, HeadraceError, InvalidRequestError
 from headrace.engine_core.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -13,13 +14,10 @@ from headrace.engine_core.messages import (
     Ready,
     UtilityCall,
     UtilityResult,
-    WorkerCall,
-    WorkerResult,
 )
-from headrace.engine_core.remote_calls import decode_call, encode_error, encode_result
 from headrace.engine_core.scheduler import Scheduler
-from headrace.executors.uniproc import RaisedByWorker, UniprocExecutor
-from headrace.workers.protocol import RequestFault
+from headrace.executors.executor import make_executor
+from headrace.workers.protocol import RequestFault, SchedulerOutput, WorkerCall
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +35,11 @@ class EngineCore:
         pid: int,
         progress: Callable[[str], None] = lambda phase: None,
         allows_callables: bool = False,
+        on_worker_death: Callable[[], None] = lambda: None,
     ) -> None:
-        self._allows_callables = allows_callables
-        self._executor = UniprocExecutor(config)
+        """`on_worker_death` is called, in any thread, when `check` has something to say."""
+        self._executor = make_executor(config, allows_callables, on_worker_death)
+        self._submitted: deque[SchedulerOutput] = deque()
         info = self._executor.start(progress)
         self._scheduler = Scheduler(config, info.kv_cache_spec, info.num_blocks)
         self._num_failures = 0
@@ -81,18 +81,29 @@ class EngineCore:
         return self._scheduler.abort(request_id, index)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return bool(self._submitted) or self._scheduler.has_work()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule, run and account for one step; [] when there was nothing to run."""
-        step = self._scheduler.schedule()
-        if step is None:
+        """Hand out as many steps as the workers take at once, and account for the oldest.
+
+        [] when there was nothing to run.
+        """
+        while len(self._submitted) < self._executor.max_in_flight:
+            step = self._scheduler.schedule()
+            if step is None:
+                break
+            self._submitted.append(step)
+            self._executor.submit(step)
+        if not self._submitted:
             return []
+        step = self._submitted.popleft()
         try:
-            output = self._executor.execute_model(step)
+            output = self._executor.collect()
+        except EngineDeadError:
+            raise
         except Exception as error:
             self._num_failures += 1
             if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
@@ -116,21 +127,11 @@ class EngineCore:
 
     def call_workers(self, call: WorkerCall) -> UtilityResult:
         """Run a `WorkerCall` on every worker; errors come back in the result."""
-        try:
-            method, args, kwargs = decode_call(call, self._allows_callables)
-            outcomes = self._executor.collective_rpc(method, args, kwargs)
-        except HeadraceError as error:
-            return UtilityResult(call.call_id, fault=RequestFault(error.code, str(error)))
-        except Exception as error:  # the fence: such a callable cannot be read here
-            message = f"the call cannot be read: {type(error).__name__}: {error}"
-            return UtilityResult(call.call_id, fault=RequestFault("invalid_request", message))
-        results = [self._worker_result(outcome, rank) for rank, outcome in enumerate(outcomes)]
-        return UtilityResult(call.call_id, workers=results)
+        return UtilityResult(call.call_id, workers=self._executor.call_workers(call))
 
-    def _worker_result(self, outcome: object, rank: int) -> WorkerResult:
-        if isinstance(outcome, RaisedByWorker):
-            return encode_error(outcome.error, rank, self._allows_callables)
-        return encode_result(outcome, self._allows_callables)
+    def check(self) -> None:
+        """Raise EngineDeadError if a worker is gone."""
+        self._executor.check()
 
     def idle_check(self) -> None:
         """Check the block accounting while nothing runs; mismatches are healed and counted."""

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.sampling_params import SamplingParams
-from headrace.workers.protocol import RequestFault, TokenLogprobs
+from headrace.workers.protocol import RequestFault, TokenLogprobs, WorkerCall, WorkerResult
 
 PROTOCOL_VERSION = 1
 
@@ -61,20 +61,6 @@ class UtilityCall(msgspec.Struct, tag="call", array_like=True):
 
     call_id: int
     method: str
-
-
-class WorkerCall(msgspec.Struct, tag="worker_call", array_like=True):
-    """Run something on every worker between two steps: the method called `method`, or a callable.
-
-    `pickled` (cloudpickle) holds (method or callable, args, kwargs) when msgpack cannot; it is
-    refused unless the program that started the engine core has allowed callables (rule S1).
-    """
-
-    call_id: int
-    method: str | None
-    args: list[object] = []
-    kwargs: dict[str, object] = {}
-    pickled: bytes | None = None
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -142,15 +128,6 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     timestamp: float = 0.0  # wall clock at the end of the step, s
-
-
-class WorkerResult(msgspec.Struct, array_like=True):
-    """What one worker gave: a msgpack value, a pickled value or exception, or what went wrong."""
-
-    value: object = None
-    pickled: bytes | None = None
-    pickled_error: bytes | None = None
-    fault: RequestFault | None = None
 
 
 class UtilityResult(msgspec.Struct, tag="result", array_like=True):

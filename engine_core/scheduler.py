@@ -67,7 +67,12 @@ class Scheduler:
         self._admission = Admission(config, self._kv, clock)
         self._forks = Forks(self._kv)
         self._orders = StepOrders(self._kv, self._forks, clock)
-        self._planner = StepPlanner(config.scheduler_config, self._kv, self._forks)
+        self._planner = StepPlanner(
+            config.scheduler_config,
+            self._kv,
+            self._forks,
+            config.parallel_config.pipeline_parallel_size,
+        )
         self._requests: dict[str, Request] = {}
         self._in_flight: dict[int, list[_InFlight]] = {}  # step number -> its choices
         self._failures: list[EngineCoreOutput] = []  # of choices that no step could be made for
@@ -253,6 +258,7 @@ class Scheduler:
 
         Whatever belongs to a choice that has ended meanwhile is dropped.
         """
+        self._orders.last_result = step.step
         outputs, self._failures = self._failures, []
         self._num_step_prompt_tokens = self._num_step_generation_tokens = 0
         for record in self._in_flight.pop(step.step, ()):

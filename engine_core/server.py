@@ -26,16 +26,22 @@ from headrace.engine_core.messages import (
     Shutdown,
     ToCore,
     UtilityCall,
-    WorkerCall,
 )
 from headrace.engine_core.wire import Codec
-from headrace.workers.protocol import RequestFault
+from headrace.workers.protocol import RequestFault, WorkerCall
 
 logger = logging.getLogger(__name__)
 
 Identity = bytes
 _WAKE = "inproc://outgoing"
 IDLE_CHECK_S = 1.0  # how long the loop waits for work before it looks at the block accounting
+
+
+class WorkersLost:
+    """Among the incoming messages: a worker has ended on its own."""
+
+
+Incoming = tuple[Identity, ToCore | WorkersLost | None]
 
 
 class SocketThread:
@@ -46,7 +52,7 @@ class SocketThread:
     """
 
     def __init__(self, socket_path: Path, epoch: int) -> None:
-        self.incoming: queue.SimpleQueue[tuple[Identity, ToCore | None]] = queue.SimpleQueue()
+        self.incoming: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._codec = Codec(epoch)
         self._outgoing: deque[tuple[Identity, FromCore] | None] = deque()
@@ -138,6 +144,8 @@ class EngineCoreServer:
             for client in self._clients:
                 self._sockets.send(client, EngineDied(fault))
             raise
+        finally:
+            self._core.close()
 
     def _take_messages(self) -> None:
         """Handle all queued messages; wait for one if there is nothing to step."""
@@ -153,9 +161,12 @@ class EngineCoreServer:
                 continue
             self._handle(client, message)
 
-    def _handle(self, client: Identity, message: ToCore | None) -> None:
+    def _handle(self, client: Identity, message: ToCore | WorkersLost | None) -> None:
         if message is None:
             self._forget(client)
+            return
+        if isinstance(message, WorkersLost):
+            self._core.check()
             return
         self._clients.add(client)
         match message:

@@ -9,7 +9,7 @@ from headrace.configs.errors import HeadraceError
 from headrace.configs.process_times import process_creation_time
 from headrace.engine_core.core import EngineCore
 from headrace.engine_core.messages import Hello, Shutdown, StartupFailed, StartupProgress
-from headrace.engine_core.server import EngineCoreServer, Identity, SocketThread
+from headrace.engine_core.server import EngineCoreServer, Identity, SocketThread, WorkersLost
 from headrace.workers.protocol import RequestFault
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def start_server(sockets: SocketThread, entry: float, imported: float) -> Engine
             os.getpid(),
             progress=lambda phase: sockets.send(client, StartupProgress(phase)),
             allows_callables=hello.allows_callables,
+            on_worker_death=lambda: sockets.incoming.put((client, WorkersLost())),
         )
     except Exception as error:
         fault = RequestFault(

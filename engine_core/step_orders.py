@@ -24,6 +24,7 @@ class StepOrders:
         self._finished: list[ChoiceId] = []  # the worker has to forget these
         self._copies: list[BlockCopy] = []  # for the next step
         self.last_step = 0  # the number of the last one begun
+        self.last_result = 0  # the number of the last one whose output is known
 
     @property
     def has_finished(self) -> bool:
@@ -42,7 +43,9 @@ class StepOrders:
         self.last_step += 1
         finished, self._finished = self._finished, []
         copies, self._copies = self._copies, []
-        return SchedulerOutput(self.last_step, [], [], {}, finished, copies)
+        return SchedulerOutput(
+            self.last_step, [], [], {}, finished, copies, last_result=self.last_result
+        )
 
     def add(self, step: SchedulerOutput, choice: Choice, num_tokens: int) -> None:
         """Have the worker compute the choice's next tokens."""

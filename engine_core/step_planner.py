@@ -36,9 +36,15 @@ class StepPlanner:
     """Decides who runs, who waits and who is preempted.
 
     Costs O(running + scheduled), never O(waiting).
+
+    With several pipeline stages, a choice waits for the value of its last token, which the first
+    stage must have, and each step takes a share of the running choices, so that no stage waits.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, forks: Forks) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, forks: Forks, num_stages: int = 1
+    ) -> None:
+        self._num_stages = num_stages
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # tokens looked up
         self.prefix_cache_hits = 0  # tokens found
@@ -101,9 +107,13 @@ class StepPlanner:
 
     def _plan_running(self, plan: StepPlan) -> None:
         position, counts, reaches = 0, plan.counts, self._kv.reaches
-        while position < len(self._running) and plan.budget > 0:
+        has_stages = self._num_stages > 1
+        share = -(-len(self._running) // self._num_stages)
+        while position < len(self._running) and plan.budget > 0 and len(counts) < share:
             choice = self.subject = self._running[position]
             position += 1
+            if has_stages and choice.num_pending:
+                continue
             num_tokens = len(choice.token_ids) + choice.num_pending
             # What most choices do in most steps, without the calls below.
             if (

@@ -34,13 +34,13 @@ def load_renderer(config: EngineConfig, report: StartupReport) -> Renderer:
     return renderer
 
 
-def spawn() -> EngineCoreProcess | None:
-    """An engine core that imports torch while its configuration is resolved.
+def spawn(has_worker: bool = True) -> EngineCoreProcess | None:
+    """An engine core that imports torch while its configuration is resolved, for a worker in it.
 
     None if it is to run in this process. Raises ConfigurationError for unknown HEADRACE_ variables.
     """
     environment.check_environ(os.environ)
-    return None if _runs_in_process() else EngineCoreProcess()
+    return None if _runs_in_process() else EngineCoreProcess(has_worker=has_worker)
 
 
 def spawn_process() -> EngineCoreProcess:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine_core.supervisor import OPENMP_SPIN
+from headrace.executors.child_process import OPENMP_SPIN
 
 # Before any test imports torch: beside other processes, small models spend ten times as long in
 # OpenMP's barriers as in computing.

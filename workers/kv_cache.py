@@ -105,8 +105,9 @@ class KVCache:
             for group, group_spec in enumerate(spec.groups)
             for buffer, layer in enumerate(group_spec.layer_indices)
         }
-        self.layer_pages = [buffers[layers[layer][1]] for layer in range(len(layers))]
-        self.layer_groups = [layers[layer][0] for layer in range(len(layers))]
+        # By layer of the model; a stage has some of them.
+        self.layer_pages = {layer: buffers[buffer] for layer, (_, buffer) in layers.items()}
+        self.layer_groups = {layer: group for layer, (group, _) in layers.items()}
         self.toucher = PageToucher(self.pool, spec.num_buffers)
 
     @property

@@ -1,9 +1,13 @@
 """Runs one step: applies what changed, runs the model over the flat token batch, samples."""
 
+from collections import deque
+
 import torch
 
 from headrace.configs.config import LogprobsMode
 from headrace.configs.errors import HeadraceError, NonFiniteLogitsError, RequestFailedError
+from headrace.workers.distributed import Place
+from headrace.workers.distributed.groups import WorkerGroups
 from headrace.workers.input_batch import (
     InputBatch,
     KnownChoice,
@@ -27,9 +31,15 @@ from headrace.workers.protocol import (
 )
 from headrace.workers.sampler import SampledRow, Sampler
 
+ALONE_HERE = WorkerGroups(Place())
+
 
 class ModelRunner:
-    """Owns the request table and drives the model.
+    """Owns the request table and drives the model, or this worker's part of it.
+
+    Of several workers, the first shard of the last stage samples, and the others learn the tokens:
+    the shards beside it at once, other stages by the time of a step that the scheduler has made
+    knowing them.
 
     Three fences keep a fault with its choice: around the preparation of each choice, the scores of
     its prompt, and the sampling of each row. A failure of the forward pass itself concerns the
@@ -37,10 +47,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, kv_cache: KVCache, logprobs_mode: LogprobsMode = "raw_logprobs"
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        groups: WorkerGroups = ALONE_HERE,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self._groups = groups
+        # Steps whose sampled tokens are still to come from the last stage.
+        self._unknown: deque[tuple[int, list[KnownChoice]]] = deque()
         self.sampler = Sampler(logprobs_mode, model.kernels)
         self._prompt_mode: LogprobsMode = (
             "raw_logits" if logprobs_mode.endswith("logits") else "raw_logprobs"
@@ -62,6 +79,7 @@ class ModelRunner:
         A choice in `failed` got no token; its state stays until the scheduler says that it is
         finished.
         """
+        self._take_tokens(step.last_result)
         self.table.forget(step.finished)
         if step.blocks_to_zero:
             self.kv_cache.zero_blocks(step.blocks_to_zero)
@@ -70,7 +88,7 @@ class ModelRunner:
         output = ModelRunnerOutput(step.step, {}, {}, {})
         states = self._prepare(step, output.failed)
         if states:
-            self._run(states, output)
+            self._run(step.step, states, output)
         return output
 
     def _prepare(
@@ -91,54 +109,99 @@ class ModelRunner:
                 states.append(known)
         return states
 
-    def _run(self, states: list[KnownChoice], output: ModelRunnerOutput) -> None:
+    def _run(self, step: int, states: list[KnownChoice], output: ModelRunnerOutput) -> None:
         batch = make_input_batch(states, self._planners)
-        embedded = self.model.embed(batch.token_ids)
-        residual = self.model(embedded, batch.positions, self.kv_cache, batch.attention)
+        place, stages = self._groups.place, self._groups.stages
+        if place.is_first_stage:
+            entering = self.model.embed(batch.token_ids)
+        else:
+            assert stages is not None
+            shape = (len(batch.token_ids), self.model.config.hidden_size)
+            entering = stages.receive_residual(shape, self.model.dtype)
+        residual = self.model(entering, batch.positions, self.kv_cache, batch.attention)
+        if not place.is_last_stage:
+            assert stages is not None
+            stages.send_residual(residual)
+            if batch.sampled:
+                self._unknown.append((step, batch.sampled))
+            return
         self._score_prompts(batch, residual, output)
         if batch.sampled:
             self._sample_batch(batch, residual, output)
 
+    def _take_tokens(self, last_result: int) -> None:
+        """The tokens that other stages have sampled, up to the step `last_result`."""
+        while self._unknown and self._unknown[0][0] <= last_result:
+            _, states = self._unknown.popleft()
+            assert self._groups.stages is not None
+            self._append(states, self._groups.stages.receive_tokens(len(states)).tolist())
+
     def _score_prompts(
         self, batch: InputBatch, residual: torch.Tensor, output: ModelRunnerOutput
     ) -> None:
+        """A few rows at a time, since a row of scores is as wide as the vocabulary.
+
+        All shards make all logits, whatever the one that scores them finds.
+        """
         for scored in batch.scored:
             choice_id = scored.state.choice_id
-            try:
-                output.prompt_logprobs[choice_id] = self._prompt_logprobs(scored, residual)
-            except Exception as error:
-                output.failed[choice_id] = _fault(error)
-            else:
+            entries: list[TokenLogprobs] = []
+            hidden = residual[scored.rows].split(SCORE_ROWS)
+            for rows, token_ids in zip(hidden, scored.token_ids.split(SCORE_ROWS), strict=True):
+                logits = self.model.compute_logits(rows)
+                if not self._groups.place.samples or choice_id in output.failed:
+                    continue
+                try:
+                    entries += self._scores(scored, logits, token_ids, len(entries))
+                except Exception as error:
+                    output.failed[choice_id] = _fault(error)
+            if choice_id not in output.failed:
+                output.prompt_logprobs[choice_id] = entries
                 scored.state.num_scored += len(scored.positions)
 
-    def _prompt_logprobs(self, scored: ScoredRows, residual: torch.Tensor) -> list[TokenLogprobs]:
-        """A few rows at a time, since a row of scores is as wide as the vocabulary."""
-        entries: list[TokenLogprobs] = []
+    def _scores(
+        self, scored: ScoredRows, logits: torch.Tensor, token_ids: torch.Tensor, num_before: int
+    ) -> list[TokenLogprobs]:
+        if not logits.max(dim=-1).values.isfinite().all():
+            raise NonFiniteLogitsError(
+                "the model produced NaN or infinite logits for the prompt, before token "
+                f"{scored.positions.start + num_before + len(logits)}"
+            )
         num_top = scored.state.params.prompt_logprobs or 0
-        hidden = residual[scored.rows].split(SCORE_ROWS)
-        for rows, token_ids in zip(hidden, scored.token_ids.split(SCORE_ROWS), strict=True):
-            logits = self.model.compute_logits(rows)
-            if not logits.max(dim=-1).values.isfinite().all():
-                raise NonFiniteLogitsError(
-                    "the model produced NaN or infinite logits for the prompt, before token "
-                    f"{scored.positions.start + len(entries) + len(rows)}"
-                )
-            entries += score_tokens(reported_scores(logits, self._prompt_mode), token_ids, num_top)
-        return entries
+        return score_tokens(reported_scores(logits, self._prompt_mode), token_ids, num_top)
 
     def _sample_batch(
         self, batch: InputBatch, residual: torch.Tensor, output: ModelRunnerOutput
     ) -> None:
         logits = self.model.compute_logits(residual[batch.sampled_rows])
-        for state, row in zip(batch.sampled, self._sample(logits, batch.sampled), strict=True):
-            if state.choice_id in output.failed:
-                continue
-            if row.fault is not None:
-                output.failed[state.choice_id] = row.fault
-                continue
-            state.append(row.token_id)
-            logprobs = None if row.logprobs is None else [row.logprobs]
-            output.sampled[state.choice_id] = SampledTokens([row.token_id], logprobs)
+        token_ids = [-1] * len(batch.sampled)
+        if self._groups.place.samples:
+            rows = self._sample(logits, batch.sampled)
+            for i, (state, row) in enumerate(zip(batch.sampled, rows, strict=True)):
+                if state.choice_id in output.failed:
+                    continue
+                if row.fault is not None:
+                    output.failed[state.choice_id] = row.fault
+                    continue
+                token_ids[i] = row.token_id
+                logprobs = None if row.logprobs is None else [row.logprobs]
+                output.sampled[state.choice_id] = SampledTokens([row.token_id], logprobs)
+        if self._groups.world.size > 1:
+            token_ids = self._share_tokens(token_ids)
+        self._append(batch.sampled, token_ids)
+
+    def _share_tokens(self, token_ids: list[int]) -> list[int]:
+        """What the first shard has sampled (-1: nothing), which all others learn."""
+        shared = torch.tensor(token_ids)
+        self._groups.shards.broadcast(shared, 0)
+        if self._groups.stages is not None:
+            self._groups.stages.send_tokens(shared)
+        return shared.tolist()
+
+    def _append(self, states: list[KnownChoice], token_ids: list[int]) -> None:
+        for state, token_id in zip(states, token_ids, strict=True):
+            if token_id >= 0:
+                state.append(token_id)
 
     def _sample(self, logits: torch.Tensor, states: list[KnownChoice]) -> list[SampledRow]:
         try:

@@ -65,6 +65,31 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         """Bytes that one block takes over all buffers."""
         return self.page_bytes * self.num_buffers
 
+    def of_layers(self, layers: range) -> "KVCacheSpec":
+        """What a stage with these layers needs: the same groups, with fewer layers."""
+        groups = tuple(
+            msgspec.structs.replace(
+                group, layer_indices=tuple(i for i in group.layer_indices if i in layers)
+            )
+            for group in self.groups
+        )
+        num_buffers = max(len(group.layer_indices) for group in groups)
+        return msgspec.structs.replace(self, groups=groups, num_buffers=num_buffers)
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """Which of a replica's workers one is, and where it meets the others.
+
+    `store`: path of the file store that they meet at ("" if there is only one). `answers`: whether
+    it is the one whose outputs the executor takes.
+    """
+
+    rank: int = 0
+    local_rank: int = 0  # among the workers on this machine
+    local_size: int = 1
+    store: str = ""
+    answers: bool = True
+
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """What a worker reports once its weights and KV cache are in place."""
@@ -124,6 +149,7 @@ class SchedulerOutput(msgspec.Struct):
     finished: list[ChoiceId]  # forget these
     block_copies: list[BlockCopy] = []
     blocks_to_zero: list[int] = []  # pages that a request with non-finite values may have written
+    last_result: int = 0  # the newest step whose output the scheduler had when it made this one
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -169,3 +195,26 @@ class ModelRunnerOutput(msgspec.Struct):
     # Scores of the prompt tokens that this step made known, in order: the logits of position i
     # score token i + 1, so the first prompt token has none.
     prompt_logprobs: dict[ChoiceId, list[TokenLogprobs]] = {}
+
+
+class WorkerCall(msgspec.Struct, tag="worker_call", array_like=True):
+    """Run something on every worker between two steps: the method called `method`, or a callable.
+
+    `pickled` (cloudpickle) holds (method or callable, args, kwargs) when msgpack cannot; it is
+    refused unless the program that started the engine core has allowed callables (rule S1).
+    """
+
+    call_id: int
+    method: str | None
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
+    pickled: bytes | None = None
+
+
+class WorkerResult(msgspec.Struct, array_like=True):
+    """What one worker gave: a msgpack value, a pickled value or exception, or what went wrong."""
+
+    value: object = None
+    pickled: bytes | None = None
+    pickled_error: bytes | None = None
+    fault: RequestFault | None = None

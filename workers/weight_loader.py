@@ -21,6 +21,7 @@ from headrace.configs.model_files.safetensors_index import (
 from headrace.configs.model_files.weight_layout import WeightSpec, weight_layout
 from headrace.kernels.dequantize import StoredMatrix, dequantize
 from headrace.kernels.quantize import dequantize_rows, quantize_rows
+from headrace.workers.share import Share
 
 Weight = tuple[str, Tensor | StoredMatrix]
 
@@ -34,8 +35,12 @@ def iter_weights(
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,
     as_stored: Container[str] = (),
+    shares: Mapping[str, Share | None] | None = None,
 ) -> Iterator[Weight]:
     """Yield (name, CPU tensor in `dtype`) for every weight of the model at `path`.
+
+    With `shares` only the weights in it, and of those no more than the share is read; None there
+    means all of a weight.
 
     The matrices `as_stored` come as they are in the file instead: as `StoredMatrix` from GGUF, as
     tensors of their own dtype from safetensors.
@@ -49,9 +54,9 @@ def iter_weights(
     path = Path(path)
     if path.is_dir():
         config = normalize_hf_config(hf_config, str(path))
-        yield from _iter_safetensors(path, weight_layout(config), dtype, as_stored)
+        yield from _iter_safetensors(path, weight_layout(config), dtype, as_stored, shares)
     else:
-        yield from _iter_gguf(path, dtype, as_stored)
+        yield from _iter_gguf(path, dtype, as_stored, shares)
 
 
 def stored_types(path: str | Path) -> dict[str, str]:
@@ -83,32 +88,55 @@ def rounded_to_int8(
         yield name, out
 
 
-def _iter_gguf(path: Path, dtype: torch.dtype, as_stored: Container[str]) -> Iterator[Weight]:
+def _iter_gguf(
+    path: Path,
+    dtype: torch.dtype,
+    as_stored: Container[str],
+    shares: Mapping[str, Share | None] | None,
+) -> Iterator[Weight]:
     with GGUFFile.open(path) as file:
         for spec, tensor in gguf_weights(file, hf_config_from_gguf(file)):
-            if spec.name in as_stored:
-                yield spec.name, _stored_matrix(file, spec, tensor)
+            if shares is not None and spec.name not in shares:
+                continue
+            share = None if shares is None else shares[spec.name]
+            if len(spec.shape) == 2:
+                matrix, rest = _stored_matrix(file, spec, tensor, share)
+                if spec.name in as_stored:
+                    assert rest is None, spec.name
+                    yield spec.name, matrix
+                else:
+                    weight = matrix.dequantized(dtype)
+                    yield spec.name, weight if rest is None else rest.of(weight)
                 continue
             # Norms lose their 1 in fp32, before rounding.
             read_dtype = torch.float32 if spec.transform == "minus_one" else dtype
             weight = dequantize(file.data(tensor), tensor.type_name, tensor.shape, read_dtype)
-            yield spec.name, _to_transformers_layout(weight, spec).to(dtype)
+            weight = _to_transformers_layout(weight, spec).to(dtype)
+            yield spec.name, weight if share is None else share.of(weight)
 
 
-def _stored_matrix(file: GGUFFile, spec: WeightSpec, tensor: GGUFTensor) -> StoredMatrix:
+def _stored_matrix(
+    file: GGUFFile, spec: WeightSpec, tensor: GGUFTensor, share: Share | None
+) -> tuple[StoredMatrix, Share | None]:
+    """The share of a matrix, or a larger part that can be had without computing, and its share."""
     num_rows, num_inputs = spec.shape
     rows = np.frombuffer(file.data(tensor), np.uint8).reshape(num_rows, -1)
-    matrix = StoredMatrix(tensor.type_name, (num_rows, num_inputs), rows)
-    return matrix.unpermuted(spec.num_heads) if spec.transform == "unpermute" else matrix
+    matrix, num_heads = StoredMatrix(tensor.type_name, (num_rows, num_inputs), rows), spec.num_heads
+    if share is not None and share.is_whole_blocks(tensor.type_name):
+        matrix = share.of_stored(matrix)
+        num_heads = num_heads * matrix.shape[0] // num_rows  # whole heads
+        share = None
+    if spec.transform == "unpermute":
+        matrix = matrix.unpermuted(num_heads)
+    return matrix, share
 
 
 def _to_transformers_layout(weight: Tensor, spec: WeightSpec) -> Tensor:
     if spec.transform == "minus_one":
         return weight.sub_(1.0)
     if spec.transform == "unpermute":
-        # [heads, pair, first or second half, ...] -> [heads, half, pair, ...]
-        paired = weight.view(spec.num_heads, -1, 2, *spec.shape[1:])
-        return paired.transpose(1, 2).reshape(spec.shape)
+        # [heads, pair, first or second half] -> [heads, half, pair]
+        return weight.view(spec.num_heads, -1, 2).transpose(1, 2).reshape(spec.shape)
     return weight
 
 
@@ -117,19 +145,33 @@ def _iter_safetensors(
     layout: Mapping[str, WeightSpec],
     dtype: torch.dtype,
     as_stored: Container[str],
+    shares: Mapping[str, Share | None] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     stored = read_safetensors_index(directory)
     names = _checked_names(directory, stored, layout)
+    if shares is not None:
+        names = [name for name in names if name in shares]
     files = dict.fromkeys(stored[name].file for name in names)  # in order, without repeats
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in names:
                     if stored[name].file == path:
-                        tensor = opened.get_tensor(name)
+                        tensor = _read_share(opened, name, shares)
                         yield name, tensor if name in as_stored else tensor.to(dtype)
         except (SafetensorError, OSError) as error:
             raise corrupt_file(path, error) from error
+
+
+def _read_share(opened: Any, name: str, shares: Mapping[str, Share | None] | None) -> Tensor:
+    share = None if shares is None else shares[name]
+    if share is None:
+        whole: Tensor = opened.get_tensor(name)
+        return whole
+    part = slice(share.start, share.start + share.length)
+    tensor = opened.get_slice(name)
+    cut: Tensor = tensor[part] if share.axis == 0 else tensor[:, part]
+    return cut
 
 
 def _checked_names(

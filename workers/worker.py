@@ -14,6 +14,8 @@ from headrace.configs.hardware import CpuFacts, cpu_facts
 from headrace.configs.quantization import INT8
 from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.native import NativeKernels, load_kernels
+from headrace.workers.distributed import Place
+from headrace.workers.distributed.groups import WorkerGroups, join_groups
 from headrace.workers.kv_cache import KVCache, choose_cache_dtype, make_kv_cache_spec
 from headrace.workers.memory_budget import MemoryBudget, plan_memory
 from headrace.workers.model_runner import ModelRunner
@@ -26,6 +28,7 @@ from headrace.workers.protocol import (
     NewRequestData,
     SchedulerOutput,
     WorkerInfo,
+    WorkerSetup,
 )
 from headrace.workers.random_weights import random_weights
 from headrace.workers.remote_calls import RemoteCalls
@@ -40,16 +43,20 @@ _DTYPES = {
     "float16": torch.float16,
 }
 _WARM_UP_TOKENS = 16
+ALONE_HERE = WorkerSetup()
 
 
 class Worker(RemoteCalls):
-    """Runs a model on this machine's CPUs.
+    """Runs a model, or its part of one, on this machine's CPUs.
 
-    Calls come in the order of the methods below, from one thread.
+    Calls come in the order of the methods below, from one thread. Where there are several workers,
+    all get the same calls.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, setup: WorkerSetup = ALONE_HERE) -> None:
         self.config = config
+        self.setup = setup
+        self._groups = WorkerGroups(Place.of(setup.rank, config.parallel_config))
         self._phases: dict[str, float] = {}
         self._facts: CpuFacts | None = None
         self._kernels: NativeKernels | None = None
@@ -68,9 +75,11 @@ class Worker(RemoteCalls):
         """Threads from what this process may use; denormals flushed to zero in all of them.
 
         Threads of the pool take the flag over from the thread that starts them, so it is set before
-        any computation.
+        any computation. Workers on one machine divide its cores. Then the worker meets the others.
         """
-        self._facts = cpu_facts()
+        self._facts = cpu_facts().shared(self.setup.local_rank, self.setup.local_size)
+        if self.setup.local_size > 1:
+            os.sched_setaffinity(0, self._facts.allowed_cpus)
         torch.set_flush_denormal(True)
         torch.set_num_threads(self._facts.num_threads)
         logger.info("%s", self._facts.describe())
@@ -78,6 +87,10 @@ class Worker(RemoteCalls):
         pinning = environment.read(environment.CPU_PINNING, os.environ) or "none"
         cpus = self._facts.helper_cpus(pinning)
         self._kernels = load_kernels(choice, self._facts.num_threads, cpus)
+        with self._timed("meet the other workers"):
+            self._groups = join_groups(self.setup, self.config.parallel_config)
+        if self._groups.world.size == 1:
+            del self._phases["meet the other workers"]
 
     def load_model(self, progress: Callable[[str], None]) -> None:
         """Size everything, allocate it and copy the weights.
@@ -95,25 +108,30 @@ class Worker(RemoteCalls):
                 model_config.path,
                 self._kernels,
                 self._weight_formats(),
+                self._groups.place,
+                self.config.parallel_config.pp_layer_partition,
+                self._groups.shards,
             )
             self._log_kernels(model)
             attention = model.config.attention
             cache_dtype = choose_cache_dtype(
                 self.config.cache_config.kv_cache_dtype, dtype, model.kernels is not None
             )
-            spec = make_kv_cache_spec(
+            whole_spec = make_kv_cache_spec(
                 model.windows,
                 self.config.cache_config.block_size,
                 attention.num_kv_heads,
                 attention.head_dim,
                 cache_dtype,
             )
+            spec = whole_spec.of_layers(model.part.layers)
             share = self.config.cache_config.gpu_memory_utilization
             available = (self._facts or cpu_facts()).memory_for(share)
             num_bytes = model.num_weight_bytes + model.num_rotary_bytes(model_config.max_model_len)
             self._budget = plan_memory(self.config, model.config, spec, num_bytes, available)
+            num_blocks = self._groups.least(self._budget.num_blocks)
             model.allocate(model_config.max_model_len)
-            self._kv_cache = KVCache(spec, self._budget.num_blocks, cache_dtype)
+            self._kv_cache = KVCache(spec, num_blocks, cache_dtype)
             logger.info("%s", self._kv_cache.describe())
         with self._timed("load weights"), torch.inference_mode():
             load_weights(model, self._weights(model), model_config.path)
@@ -127,7 +145,7 @@ class Worker(RemoteCalls):
         if self._model is None or self._kv_cache is None or self._budget is None:
             raise RuntimeError("load_model comes before init_kv_cache")
         self._runner = ModelRunner(
-            self._model, self._kv_cache, self.config.model_config.logprobs_mode
+            self._model, self._kv_cache, self.config.model_config.logprobs_mode, self._groups
         )
         return WorkerInfo(
             kv_cache_spec=self._kv_cache.spec,
@@ -146,12 +164,13 @@ class Worker(RemoteCalls):
     def _weights(self, model: Decoder) -> Iterator[Weight]:
         """What the model's slots take; rounded as if quantized where there is no kernel for it."""
         config = self.config.model_config
+        shares = model.shares if self._groups.world.size > 1 else None
         weights: Iterator[Weight]
         if self.config.load_config.load_format == "dummy":
-            weights = random_weights(config.path, config.hf_config, model.dtype)
+            weights = random_weights(config.path, config.hf_config, model.dtype, shares)
         else:
             weights = iter_weights(
-                config.path, config.hf_config, model.dtype, model.stored_matrices
+                config.path, config.hf_config, model.dtype, model.stored_matrices, shares
             )
         if config.quantization == INT8 and model.kernels is None:
             return rounded_to_int8(weights, model.stored_matrices, model.dtype)
@@ -186,6 +205,9 @@ class Worker(RemoteCalls):
         if config.quantization != "none":
             library += f"-{config.quantization}"
         library += f"-kv-{str(self.kv_cache.pool.dtype).removeprefix('torch.')}"
+        parallel = self.config.parallel_config
+        if parallel.world_size > 1:
+            library += f"-tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}"
         isa = "+".join(sorted((self._facts or cpu_facts()).isa))
         if isinstance(self._model, NativeDecoder):
             return f"{self._model.kernels.contract}-{library}-{isa}"  # torch edits logits
@@ -219,6 +241,7 @@ class Worker(RemoteCalls):
         """Stop what runs in the background; memory goes with the worker itself."""
         if self._kv_cache is not None:
             self._kv_cache.close()
+        self._groups.close()
 
     def _warm_up_steps(self, index: int, params: SamplingParams) -> Iterator[SchedulerOutput]:
         """A prompt, two decode steps, and the end."""

@@ -15,11 +15,20 @@ _later = partial(_option, status="later")
 class ParallelOptions:
     """How many workers there are, where they run, and what class they have."""
 
-    distributed_executor_backend: str | type | None = _later(
-        None, "how workers are run: ray, mp, uni or external_launcher", holds=["uni"]
+    distributed_executor_backend: str | type | None = _option(
+        None,
+        "how workers are run: uni (in the engine core, if there is one), mp (processes on this "
+        "machine), or module.Class; default: uni or mp, by their number",
     )
-    pipeline_parallel_size: int = _later(1, "number of pipeline stages", flags=["-pp"], minimum=1)
-    tensor_parallel_size: int = _later(1, "number of tensor shards", flags=["-tp"], minimum=1)
+    pipeline_parallel_size: int = _option(
+        1, "number of stages that the layers are divided into", flags=["-pp"], minimum=1
+    )
+    tensor_parallel_size: int = _option(
+        1, "number of shards that each layer is divided into", flags=["-tp"], minimum=1
+    )
+    pp_layer_partition: str | None = _option(
+        None, "layers of each stage, as 14,16; default: as even as can be"
+    )
     data_parallel_size: int = _later(1, "number of replicas", flags=["-dp"], minimum=1)
     data_parallel_rank: int | None = _later(
         None, "rank of this replica behind a load balancer of yours", flags=["-dpn"]
@@ -49,7 +58,7 @@ class ParallelOptions:
     disable_custom_all_reduce: bool = _later(
         False, "use the library's all-reduce only; always so", holds=[True]
     )
-    worker_cls: str = _later("auto", "class of the workers, as module.Class")
+    worker_cls: str = _option("auto", "class of the workers, as module.Class; auto: ours")
     worker_extension_cls: str = _option(
         "", "class mixed into the workers, as module.Class; collective_rpc can call its methods"
     )

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.configs.model_files.gguf import BLOCK_SIZES
 from headrace.kernels.dequantize.reference import CHUNK_ELEMENTS, dequantize
 
 _CHUNKS_TOGETHER = 32  # a few MiB of float32
@@ -39,3 +40,17 @@ class StoredMatrix:
         paired = self.rows.reshape(num_heads, -1, 2, self.rows.shape[1])
         rows = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(self.rows.shape)
         return StoredMatrix(self.type_name, self.shape, rows)
+
+    def rows_from(self, start: int, length: int) -> "StoredMatrix":
+        """Some of the rows."""
+        part = self.rows[start : start + length]
+        return StoredMatrix(self.type_name, (length, self.shape[1]), part)
+
+    def columns_from(self, start: int, length: int) -> "StoredMatrix":
+        """Some of the inputs, whole blocks of them; ValueError if they are not."""
+        elements, num_bytes = BLOCK_SIZES[self.type_name]
+        if start % elements or length % elements:
+            raise ValueError(f"inputs {start} to {start + length} are no blocks of {elements}")
+        first = start // elements * num_bytes
+        part = self.rows[:, first : first + length // elements * num_bytes]
+        return StoredMatrix(self.type_name, (self.shape[0], length), part)

@@ -46,7 +46,7 @@ ALIASES = (
     ("entrypoints.llm", "LLM", "frontend.llm"),
 )
 # The one place for callables that a program sends to the workers of its own engine core (rule S1).
-MAY_PICKLE = "engine_core/remote_calls.py"
+MAY_PICKLE = "executors/worker_calls.py"
 MAX_LINES = 700
 MAX_FUNCTION_LINES = 80
 

@@ -31,9 +31,19 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """Projections, optional head norms, rotary embedding, paged attention, output projection."""
+    """Projections, optional head norms, rotary embedding, paged attention, output projection.
 
-    def __init__(self, hidden_size: int, shape: AttentionShape, dtype: torch.dtype) -> None:
+    `adds_bias`: whether the output's bias, if the model has one, is added here, and not by another
+    shard.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        adds_bias: bool = True,
+    ) -> None:
         super().__init__()
         self.shape = shape
         heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -43,7 +53,8 @@ class Attention(nn.Module):
             "v_proj": kv_heads * head_dim,
         }
         self.qkv = PackedLinear(sizes, hidden_size, shape.qkv_bias, dtype)
-        self.output = Linear("o_proj", heads * head_dim, hidden_size, shape.output_bias, dtype)
+        has_bias = shape.output_bias and adds_bias
+        self.output = Linear("o_proj", heads * head_dim, hidden_size, has_bias, dtype)
         self.head_norm = None
         if shape.norm_eps is not None:
             self.head_norm = HeadNorm(

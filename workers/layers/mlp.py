@@ -26,10 +26,20 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), with gate and up as one product."""
+    """down(activation(gate(x)) * up(x)), with gate and up as one product.
+
+    `adds_bias`: whether the bias of `down`, if there is one, is added here, and not by another
+    shard.
+    """
 
     def __init__(
-        self, hidden_size: int, inner_size: int, activation: str, bias: bool, dtype: torch.dtype
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+        bias: bool,
+        dtype: torch.dtype,
+        adds_bias: bool = True,
     ) -> None:
         super().__init__()
         self.inner_size = inner_size
@@ -37,7 +47,7 @@ class GatedMLP(nn.Module):
         self.gate_up = PackedLinear(
             {"gate_proj": inner_size, "up_proj": inner_size}, hidden_size, bias, dtype
         )
-        self.down = Linear("down_proj", inner_size, hidden_size, bias, dtype)
+        self.down = Linear("down_proj", inner_size, hidden_size, bias and adds_bias, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size]"""

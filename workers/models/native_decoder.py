@@ -23,11 +23,13 @@ from headrace.kernels.native import (
     Step,
 )
 from headrace.kernels.native.interface import MAX_ROPES, Group
+from headrace.workers.distributed import ALONE, Communicator
 from headrace.workers.kv_cache import KVCache
 from headrace.workers.layers import Attention, Embedding, PackedLinear, RMSNorm
 from headrace.workers.models.decoder import Decoder, DecoderLayer, StepAttention, StepPlanner
 from headrace.workers.models.decoder_config import DecoderConfig
 from headrace.workers.models.op_profile import OpProfile
+from headrace.workers.models.sharding import ModelPart
 from headrace.workers.protocol import KVCacheSpec
 from headrace.workers.weight_formats import UNQUANTIZED, MatrixFormats, WeightFormats
 
@@ -40,8 +42,9 @@ _GATED_EPILOGUES = {
 _CACHE_FORMATS = {**FORMATS, torch.int8: Format.INT8}
 _MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attention item
 
-# Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream.
-_RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS = range(7)
+# Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream,
+# PARTIAL, in float32, this shard's share of a branch.
+_RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS, _PARTIAL = range(8)
 _MIN_ROWS = 16
 _CACHE_LINE = 64  # bytes; packed matrices begin at one
 
@@ -60,6 +63,14 @@ def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
     if len(config.ropes) > MAX_ROPES:
         return f"it has more than {MAX_ROPES} rotary embeddings"
     return None
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Before the operation at `position`, the shards' PARTIAL are added up, for buffer `target`."""
+
+    position: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -101,12 +112,15 @@ class NativeDecoder(Decoder):
         dtype: torch.dtype,
         kernels: NativeKernels,
         formats: WeightFormats = UNQUANTIZED,
+        part: ModelPart | None = None,
+        shards: Communicator = ALONE,
     ) -> None:
-        super().__init__(config, dtype, formats)
+        super().__init__(config, dtype, formats, part, shards)
         self.kernels = kernels
         self._packings = list(self._plan_packings())
         self.op_profile: OpProfile | None = None  # times operations while it is there
         self._layer_ops: ctypes.Array[Op] | None = None
+        self._sums: list[_Sum] = []  # over the shards, between the operations of the layers
         self._planned_for: KVCache | None = None
         self._head_ops: ctypes.Array[Op] | None = None
         self._row_buffers: dict[int, torch.Tensor] = {}
@@ -171,7 +185,8 @@ class NativeDecoder(Decoder):
     ) -> torch.Tensor:
         """As `Decoder.forward`, in one native call."""
         if self._planned_for is not kv_cache:
-            self._layer_ops = _op_array(self._plan_layers(kv_cache))
+            ops, self._sums = self._plan_layers(kv_cache)
+            self._layer_ops = _op_array(ops)
             self._planned_for = kv_cache
         assert self._layer_ops is not None
         residual = embedded.clone()
@@ -190,28 +205,47 @@ class NativeDecoder(Decoder):
         step.groups = group_structs
         for index, table in enumerate(self.rotary_tables):
             step.ropes[index] = table.data_ptr()
-        self._run(self._layer_ops, step)
+        first = 0
+        for total in self._sums:
+            self._run(self._layer_ops, step, first, total.position)
+            self._add_up(total, residual)
+            first = total.position
+        self._run(self._layer_ops, step, first)
         return residual
+
+    def _add_up(self, total: "_Sum", residual: torch.Tensor) -> None:
+        """Sum the shards' shares of a branch; it joins the residual stream, or gets its norm first.
+
+        With one rounding, as where a product joins the stream.
+        """
+        num_tokens = residual.shape[0]
+        branch = self.shards.all_reduce(self._row_buffers[_PARTIAL][:num_tokens])
+        if total.target == _RESIDUAL:
+            residual.copy_(residual.float().add_(branch))
+        else:
+            self._row_buffers[total.target][:num_tokens] = branch
 
     def compute_logits(self, residual: torch.Tensor) -> torch.Tensor:
         """As `Decoder.compute_logits`; the logits are never rounded to its dtype."""
         if self._head_ops is None:
             head = self.embedding if self.head is None else self.head
+            assert head is not None
             ops = _products(head, _RESIDUAL, _LOGITS, Epilogue.STORE_F32, self.norm)
             self._head_ops = _op_array(ops)
         residual = residual.contiguous()
-        logits = torch.empty(residual.shape[0], self.config.vocab_size)
+        logits = torch.empty(residual.shape[0], len(self.part.vocab))
         step = self._step(residual)
         step.buffers[_LOGITS], step.strides[_LOGITS] = logits.data_ptr(), logits.stride(0)
         self._run(self._head_ops, step)
-        cap = self.config.final_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return self._capped(self._all_logits(logits))
 
-    def _run(self, ops: "ctypes.Array[Op]", step: Step) -> None:
+    def _run(
+        self, ops: "ctypes.Array[Op]", step: Step, first: int = 0, last: int | None = None
+    ) -> None:
         if self.op_profile is None:
-            self.kernels.run(ops, step)
+            self.kernels.run(ops, step, first, last)
         else:
-            self.op_profile.run(self.kernels, ops, step)
+            self.op_profile.run(self.kernels, ops, step, first, last)
 
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
@@ -223,7 +257,7 @@ class NativeDecoder(Decoder):
         gated = {id(layer.mlp.gate_up) for layer in self._layers()}
         for prefix, module in self._products():
             yield self._plan_packing(prefix, module, id(module) in gated)
-        if self.head is not None:
+        if self.head is not None and self.embedding is not None:
             alone = self._plan_packing("model.", self.embedding, False)
             # Numbers are looked up where they lie; int8 would save no time here.
             if not set(BLOCK_FORMATS.values()).isdisjoint(alone.formats.values()):
@@ -234,32 +268,56 @@ class NativeDecoder(Decoder):
     ) -> _Packing:
         """The formats that are wanted, but for gate and up, whose rows are mixed, only one."""
         names = [f"{prefix}{part}.weight" for part in module.parts]
-        formats = [self.formats.wanted(name) or FORMATS[self.dtype] for name in names]
+        formats = [self._format_of(name) for name in names]
         if is_gated and len(set(formats)) > 1:
             formats = [FORMATS[self.dtype]] * len(names)
         return _Packing(module, dict(zip(names, formats, strict=True)), is_gated)
+
+    def _format_of(self, name: str) -> Format:
+        """What is wanted, unless this part would begin or end within the blocks of a file."""
+        wanted, share = self.formats.wanted(name), self.shares[name]
+        if wanted is None or share is None or wanted not in BLOCK_FORMATS.values():
+            return wanted or FORMATS[self.dtype]
+        return wanted if share.is_whole_blocks(wanted.name) else FORMATS[self.dtype]
 
     def _matrix_bytes(self, module: PackedLinear | Embedding, format: Format, num_rows: int) -> int:
         num_bytes = self.kernels.packed_bytes(format, num_rows, module.weight.shape[1])
         return -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
 
-    def _plan_layers(self, kv_cache: KVCache) -> list[Op]:
+    def _plan_layers(self, kv_cache: KVCache) -> "tuple[list[Op], list[_Sum]]":
         ops: list[Op] = []
-        for layer, layer_config, pages, group in zip(
-            self._layers(),
-            self.config.layers,
-            kv_cache.layer_pages,
-            kv_cache.layer_groups,
-            strict=True,
+        sums: list[_Sum] = []
+        for index, layer, layer_config in zip(
+            self.part.layers, self._layers(), self.config.layers, strict=True
         ):
             qkv, gate_up = layer.attention.qkv, layer.mlp.gate_up
+            pages, group = kv_cache.layer_pages[index], kv_cache.layer_groups[index]
             ops += _products(qkv, _RESIDUAL, _QKV, Epilogue.STORE, layer.input_norm)
             ops.append(_attention(layer.attention, layer_config.rope, pages, group))
-            ops += _joining(layer.attention.output, _ATTENDED, layer.attention_post_norm)
+            self._join(ops, sums, layer.attention.output, _ATTENDED, layer.attention_post_norm)
             epilogue = _GATED_EPILOGUES[self.config.activation]
             ops += _products(gate_up, _RESIDUAL, _INNER, epilogue, layer.mlp_norm)
-            ops += _joining(layer.mlp.down, _INNER, layer.mlp_post_norm)
-        return ops
+            self._join(ops, sums, layer.mlp.down, _INNER, layer.mlp_post_norm)
+        return ops, sums
+
+    def _join(
+        self,
+        ops: list[Op],
+        sums: "list[_Sum]",
+        module: PackedLinear,
+        source: int,
+        post_norm: RMSNorm | None,
+    ) -> None:
+        """The end of a branch: its last product, perhaps normalized, joins the residual stream."""
+        target = _RESIDUAL if post_norm is None else _BRANCH
+        if self.shards.size > 1:
+            ops += _products(module, source, _PARTIAL, Epilogue.STORE_F32)
+            sums.append(_Sum(len(ops), target))
+        else:
+            epilogue = Epilogue.ADD if post_norm is None else Epilogue.STORE
+            ops += _products(module, source, target, epilogue)
+        if post_norm is not None:
+            ops.append(_norm_add(post_norm))
 
     def _step(self, residual: torch.Tensor) -> Step:
         """The buffers for as many tokens as `residual` [num_tokens, hidden_size] has."""
@@ -282,10 +340,13 @@ class NativeDecoder(Decoder):
         }
         if self.config.post_norms:
             widths[_BRANCH] = hidden
-        return {
+        buffers = {
             number: torch.empty(num_rows, self._row_stride(width), dtype=self.dtype)[:, :width]
             for number, width in widths.items()
         }
+        if self.shards.size > 1:
+            buffers[_PARTIAL] = torch.empty(num_rows, hidden)
+        return buffers
 
     def _row_stride(self, width: int) -> int:
         """An odd number of cache lines: several rows compete for no place of a cache."""
@@ -329,21 +390,16 @@ def _products(
     return ops
 
 
-def _joining(module: PackedLinear, source: int, post_norm: RMSNorm | None) -> list[Op]:
-    """The end of a branch: its last product, perhaps normalized, joins the residual stream."""
-    if post_norm is None:
-        return _products(module, source, _RESIDUAL, Epilogue.ADD)
-    return [
-        *_products(module, source, _BRANCH, Epilogue.STORE),
-        Op(
-            kind=Kind.NORM_ADD,
-            input=_BRANCH,
-            output=_RESIDUAL,
-            norm=post_norm.weight.data_ptr(),
-            num_inputs=post_norm.weight.shape[0],
-            eps=post_norm.eps,
-        ),
-    ]
+def _norm_add(norm: RMSNorm) -> Op:
+    """The branch, normalized, joins the residual stream."""
+    return Op(
+        kind=Kind.NORM_ADD,
+        input=_BRANCH,
+        output=_RESIDUAL,
+        norm=norm.weight.data_ptr(),
+        num_inputs=norm.weight.shape[0],
+        eps=norm.eps,
+    )
 
 
 def _attention(attention: Attention, rope: int, pages: torch.Tensor, group: int) -> Op:

@@ -41,18 +41,25 @@ class OpProfile:
         self._totals = {"decode": StepTotals(), "prompts": StepTotals()}
         self._current = self._totals["decode"]
 
-    def run(self, kernels: NativeKernels, ops: "ctypes.Array[Op]", step: Step) -> None:
+    def run(
+        self,
+        kernels: NativeKernels,
+        ops: "ctypes.Array[Op]",
+        step: Step,
+        first: int = 0,
+        last: int | None = None,
+    ) -> None:
         """As `kernels.run`; a list without sequences, as the head's, belongs to the last step."""
         seconds = np.zeros(len(ops))
         step.op_seconds = seconds.ctypes.data
-        kernels.run(ops, step)
+        kernels.run(ops, step, first, last)
         step.op_seconds = None
-        if step.num_sequences:
+        if step.num_sequences and first == 0:
             is_decode = step.num_tokens == step.num_sequences
             self._current = self._totals["decode" if is_decode else "prompts"]
             self._current.num_steps += 1
         seen = [_seen(step, group) for group in range(step.num_groups)]
-        for op, taken in zip(ops, seconds.tolist(), strict=True):
+        for op, taken in zip(ops[first:last], seconds[first:last].tolist(), strict=True):
             total = self._current.ops.setdefault(self._name_of(op), OpTotal())
             total.calls += 1
             total.seconds += taken

@@ -1,7 +1,7 @@
 """From an architecture's name to a model, and from checkpoint tensors to its weights."""
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +11,10 @@ from headrace.configs.errors import ModelFileError
 from headrace.configs.model_files.hf_config import normalize_hf_config
 from headrace.kernels.dequantize import StoredMatrix
 from headrace.kernels.native import NativeKernels
+from headrace.workers.distributed import ALONE, Communicator, Place
 from headrace.workers.models.decoder import Decoder
 from headrace.workers.models.native_decoder import NativeDecoder, obstacle
+from headrace.workers.models.sharding import part_of
 from headrace.workers.weight_formats import UNQUANTIZED, WeightFormats
 
 # Architecture -> module of this package with `decoder_config(hf_config) -> DecoderConfig`.
@@ -27,6 +29,7 @@ MODELS: Mapping[str, str] = MappingProxyType(
 )
 
 _MAX_NAMES_SHOWN = 5
+FIRST = Place()
 
 
 def build_model(
@@ -36,8 +39,14 @@ def build_model(
     source: str,
     kernels: NativeKernels | None = None,
     formats: WeightFormats = UNQUANTIZED,
+    place: Place = FIRST,
+    partition: Sequence[int] | None = None,
+    shards: Communicator = ALONE,
 ) -> Decoder:
-    """A model without memory for its weights. `source` names the model in errors.
+    """The part of a model for the worker at `place`, without memory for its weights.
+
+    `source` names the model in errors. `partition`: layers of each stage, if they are not to be as
+    even as can be.
 
     It runs on `kernels` if these can do all it needs, and on the torch references otherwise.
     `hf_config` may be spelled as any version of transformers does. Raises `ModelFileError` for what
@@ -51,9 +60,10 @@ def build_model(
     module = importlib.import_module(f"headrace.workers.models.{MODELS[architecture]}")
     try:
         decoder_config = module.decoder_config(config)
-        if kernels is not None and obstacle(decoder_config, dtype) is None:
-            return NativeDecoder(decoder_config, dtype, kernels, formats)
-        return Decoder(decoder_config, dtype, formats)
+        part = part_of(decoder_config, place, partition)
+        if kernels is not None and obstacle(part.config, dtype) is None:
+            return NativeDecoder(decoder_config, dtype, kernels, formats, part, shards)
+        return Decoder(decoder_config, dtype, formats, part, shards)
     except ModelFileError as error:
         raise ModelFileError(f"{source}: {error}") from error
 

@@ -18,8 +18,7 @@ from headrace.configs.errors import (
     UnsupportedFeatureError,
     error_from_code,
 )
-from headrace.engine_core.messages import WorkerCall, WorkerResult
-from headrace.workers.protocol import RequestFault
+from headrace.workers.protocol import RequestFault, WorkerCall, WorkerResult
 
 Method = str | Callable[..., Any]
 MAX_PLAIN_DEPTH = 64  # of nested lists and dicts; what is deeper is pickled

@@ -14,8 +14,7 @@ from headrace.configs.errors import (
     RequestFailedError,
     UnsupportedFeatureError,
 )
-from headrace.engine_core.messages import WorkerCall, WorkerResult
-from headrace.engine_core.remote_calls import (
+from headrace.executors.worker_calls import (
     decode_call,
     decode_results,
     encode_call,
@@ -23,6 +22,7 @@ from headrace.engine_core.remote_calls import (
     encode_result,
     is_plain,
 )
+from headrace.workers.protocol import WorkerCall, WorkerResult
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary()
 values = st.recursive(
