@@ -84,6 +84,10 @@ class MultiprocExecutor:
         self._outputs: deque[ModelRunnerOutput | Exception] = deque()
         self._results: dict[int, WorkerResult] = {}
         self._store = os.memfd_create("headrace-store")
+        self._memories = [  # of the shards of each stage
+            os.memfd_create(f"headrace-stage-{stage}")
+            for stage in range(parallel.pipeline_parallel_size)
+        ]
         self._workers: list[WorkerHandle] = []
         self._stopping, self._stop = os.pipe()  # wakes the watch
 
@@ -92,13 +96,16 @@ class MultiprocExecutor:
         progress("workers")
         parallel = self._config.parallel_config
         for rank in range(parallel.world_size):
-            self._workers.append(WorkerHandle(rank, [self._store]))
+            memory = self._memories[rank // parallel.tensor_parallel_size]
+            self._workers.append(WorkerHandle(rank, [self._store, memory]))
         for worker in self._workers:
+            memory = self._memories[worker.rank // parallel.tensor_parallel_size]
             setup = WorkerSetup(
                 rank=worker.rank,
                 local_rank=worker.rank,
                 local_size=parallel.world_size,
                 store=f"/proc/self/fd/{self._store}",
+                shared_memory=f"/proc/self/fd/{memory}",
                 answers=worker.rank == self._output_rank,
             )
             hello = WorkerHello(self._config, setup, sys.path, os.getcwd(), self._allows_callables)

@@ -16,7 +16,9 @@ from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.native import NativeKernels, load_kernels
 from headrace.workers.distributed import Place
 from headrace.workers.distributed.groups import WorkerGroups, join_groups
+from headrace.workers.distributed.shared_memory import StepLimits
 from headrace.workers.kv_cache import KVCache, choose_cache_dtype, make_kv_cache_spec
+from headrace.workers.logprobs import SCORE_ROWS
 from headrace.workers.memory_budget import MemoryBudget, plan_memory
 from headrace.workers.model_runner import ModelRunner
 from headrace.workers.models import Decoder, build_model, load_weights
@@ -88,7 +90,13 @@ class Worker(RemoteCalls):
         cpus = self._facts.helper_cpus(pinning)
         self._kernels = load_kernels(choice, self._facts.num_threads, cpus)
         with self._timed("meet the other workers"):
-            self._groups = join_groups(self.setup, self.config.parallel_config)
+            scheduler = self.config.scheduler_config
+            limits = StepLimits(
+                max(_WARM_UP_TOKENS, scheduler.max_num_batched_tokens),
+                max(SCORE_ROWS, scheduler.max_num_seqs),
+            )
+            parallel = self.config.parallel_config
+            self._groups = join_groups(self.setup, parallel, self._kernels, limits)
         if self._groups.world.size == 1:
             del self._phases["meet the other workers"]
 

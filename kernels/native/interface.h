@@ -10,7 +10,12 @@
 extern "C" {
 #endif
 
-enum { HR_INTERFACE_VERSION = 3, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
+enum {
+    HR_INTERFACE_VERSION = 4,
+    HR_MAX_BUFFERS = 10,
+    HR_MAX_ROPES = 4,
+    HR_SHARD_LINE = 16,  // words of a cache line
+};
 
 // What a call may run on. Results depend on the family: AVX512, AVX512_VNNI and AMX are one.
 enum hr_isa {
@@ -46,6 +51,8 @@ enum hr_kind {
     HR_PRODUCT = 2,    // output = epilogue(input W^T + bias), perhaps of the normalized input
     HR_ATTENTION = 3,  // input: qkv, of which queries are turned in place; new K and V go to the
                        // cache; output: [tokens, heads * head_dim]
+    HR_SUM = 4,        // output = (ADD: +=) the sum of all shards' parts in area `input`
+    HR_MEET = 5,       // wait for all shards
 };
 
 enum hr_epilogue {
@@ -76,7 +83,7 @@ typedef struct {
     float scale;           // of attention scores
     float soft_cap;        // of attention scores; 0: none
     int32_t group;         // which KV group
-    void* pages;           // of attention: the layer's part of the cache
+    void* pages;           // of attention: the layer's part of the cache; of SUM and MEET: hr_shards
     const float* sinks;    // of attention: [num_heads] scores of a key without a value, or null
     int32_t num_heads;
     int32_t num_kv_heads;
@@ -109,6 +116,15 @@ typedef struct {
     int32_t format;      // of row buffers, but for those that STORE_F32 writes
     int32_t unused;      // keeps the size a multiple of 8
 } hr_step;
+
+// The workers that divide a model's layers, of which this is one. All run the same operations.
+typedef struct {
+    int32_t rank;
+    int32_t size;
+    uint32_t* arrivals;         // shared: [size][HR_SHARD_LINE]: how often each worker has met the others
+    uint32_t* meetings;         // [num_threads][HR_SHARD_LINE]: how often each thread of this one has
+    const float* const* parts;  // shared: [areas][size]: rows of `num_outputs` of the operation
+} hr_shards;
 
 // How one row of scores is drawn from.
 typedef struct {

@@ -7,9 +7,10 @@ import ctypes
 import enum
 from pathlib import Path
 
-INTERFACE_VERSION = 3
-MAX_BUFFERS = 8
+INTERFACE_VERSION = 4
+MAX_BUFFERS = 10
 MAX_ROPES = 4
+SHARD_LINE = 16  # words of a cache line
 LIBRARY = Path(__file__).parent / "libheadrace_kernels.so"
 
 _INT64_P = ctypes.POINTER(ctypes.c_int64)
@@ -20,6 +21,8 @@ class Kind(enum.IntEnum):
     NORM_ADD = 1
     PRODUCT = 2
     ATTENTION = 3
+    SUM = 4
+    MEET = 5
 
 
 class Epilogue(enum.IntEnum):
@@ -110,6 +113,18 @@ class Step(ctypes.Structure):
         ("op_seconds", ctypes.c_void_p),
         ("format", ctypes.c_int32),
         ("unused", ctypes.c_int32),
+    )
+
+
+class Shards(ctypes.Structure):
+    """The workers that divide a model's layers: `hr_shards`."""
+
+    _fields_ = (
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("arrivals", ctypes.c_void_p),
+        ("meetings", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
     )
 
 

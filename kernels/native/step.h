@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "quantized.h"
+#include "shards.h"
 
 namespace {
 
@@ -81,6 +82,10 @@ inline void run_op(const Work& work, int64_t index, int thread, int num_threads)
                                num_threads);
         case HR_ATTENTION:
             return run_attention<E>(work, index, thread, num_threads);
+        case HR_SUM:
+            return run_sum<E>(op, step, thread, num_threads);
+        case HR_MEET:
+            return meet_shards(*(const hr_shards*)op.pages, thread);
     }
 }
 

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 
 from headrace.configs.config import ParallelConfig
+from headrace.kernels.native import NativeKernels
 from headrace.workers.distributed.communicator import ALONE, Communicator
 from headrace.workers.distributed.place import Place
+from headrace.workers.distributed.shared_memory import SharedMemoryCommunicator, StepLimits
 from headrace.workers.distributed.stage_links import StageLinks
 from headrace.workers.distributed.torch_communicator import TorchCommunicator
 from headrace.workers.protocol import WorkerSetup
@@ -45,7 +47,12 @@ class WorkerGroups:
             dist.destroy_process_group()
 
 
-def join_groups(setup: WorkerSetup, config: ParallelConfig) -> WorkerGroups:
+def join_groups(
+    setup: WorkerSetup,
+    config: ParallelConfig,
+    kernels: NativeKernels | None,
+    limits: StepLimits,
+) -> WorkerGroups:
     """Meet the other workers of the replica, which must come within the start's time limit."""
     place = Place.of(setup.rank, config)
     if config.world_size == 1:
@@ -67,7 +74,11 @@ def join_groups(setup: WorkerSetup, config: ParallelConfig) -> WorkerGroups:
             dist.new_group(place.shard_ranks(stage))
             for stage in range(config.pipeline_parallel_size)
         ]
-        shards = TorchCommunicator(groups[place.stage])
+        own = groups[place.stage]
+        if kernels is not None and setup.shared_memory:
+            shards = SharedMemoryCommunicator(own, kernels, setup.shared_memory, limits)
+        else:
+            shards = TorchCommunicator(own)
     stages = StageLinks(place) if config.pipeline_parallel_size > 1 else None
     return WorkerGroups(place, TorchCommunicator(dist.group.WORLD), shards, stages)
 

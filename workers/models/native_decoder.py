@@ -24,6 +24,7 @@ from headrace.kernels.native import (
 )
 from headrace.kernels.native.interface import MAX_ROPES, Group
 from headrace.workers.distributed import ALONE, Communicator
+from headrace.workers.distributed.shared_memory import EMBEDDING_AREA, SharedMemoryCommunicator
 from headrace.workers.kv_cache import KVCache
 from headrace.workers.layers import Attention, Embedding, PackedLinear, RMSNorm
 from headrace.workers.models.decoder import Decoder, DecoderLayer, StepAttention, StepPlanner
@@ -43,8 +44,9 @@ _CACHE_FORMATS = {**FORMATS, torch.int8: Format.INT8}
 _MAX_HEADS_TOGETHER = 96  # query heads of one K and V head: rows of an attention item
 
 # Row buffers of a step, by number. BRANCH holds what a post-norm adds to the residual stream,
-# PARTIAL, in float32, this shard's share of a branch.
-_RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS, _PARTIAL = range(8)
+# PARTIAL, in float32, this shard's share of a branch: two buffers, since with common memory those
+# after attention and after the feed-forward layer lie in different areas.
+_RESIDUAL, _NORMED, _QKV, _ATTENDED, _INNER, _BRANCH, _LOGITS, *_PARTIALS = range(9)
 _MIN_ROWS = 16
 _CACHE_LINE = 64  # bytes; packed matrices begin at one
 
@@ -67,9 +69,10 @@ def obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Before the operation at `position`, the shards' PARTIAL are added up, for buffer `target`."""
+    """Before the operation at `position`, the shards' parts are added up, for buffer `target`."""
 
     position: int
+    source: int
     target: int
 
 
@@ -123,6 +126,7 @@ class NativeDecoder(Decoder):
         self._sums: list[_Sum] = []  # over the shards, between the operations of the layers
         self._planned_for: KVCache | None = None
         self._head_ops: ctypes.Array[Op] | None = None
+        self._common: SharedMemoryCommunicator | None = None  # of the shards, where they have it
         self._row_buffers: dict[int, torch.Tensor] = {}
 
     @property
@@ -172,9 +176,24 @@ class NativeDecoder(Decoder):
                 matrices.append(PackedMatrix(next(memory), format, *shape, self.kernels, is_gated))
             packing.module.pack(*matrices)
         super().allocate(max_model_len)
+        if isinstance(self.shards, SharedMemoryCommunicator):
+            self._common = self.shards
+            self._common.reserve(self.config.hidden_size, self.config.vocab_size)
 
     def planners(self, spec: KVCacheSpec) -> list[StepPlanner]:
         return [NativePlanner(group.window) for group in spec.groups]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """As `Decoder.embed`."""
+        if self._common is None:
+            return super().embed(token_ids)
+        assert self.embedding is not None
+        num_tokens = len(token_ids)
+        self._common.own_part(EMBEDDING_AREA)[:num_tokens] = self.embedding(token_ids)
+        embedded = torch.empty(num_tokens, self.config.hidden_size, dtype=self.dtype)
+        ops = (Op * 1)(self._common.sum_op(EMBEDDING_AREA, _RESIDUAL, Epilogue.STORE))
+        self._run(ops, self._step(embedded))
+        return embedded
 
     def forward(
         self,
@@ -219,7 +238,7 @@ class NativeDecoder(Decoder):
         With one rounding, as where a product joins the stream.
         """
         num_tokens = residual.shape[0]
-        branch = self.shards.all_reduce(self._row_buffers[_PARTIAL][:num_tokens])
+        branch = self.shards.all_reduce(self._row_buffers[total.source][:num_tokens])
         if total.target == _RESIDUAL:
             residual.copy_(residual.float().add_(branch))
         else:
@@ -231,13 +250,22 @@ class NativeDecoder(Decoder):
             head = self.embedding if self.head is None else self.head
             assert head is not None
             ops = _products(head, _RESIDUAL, _LOGITS, Epilogue.STORE_F32, self.norm)
+            if self._common is not None:
+                # Nobody writes before all have done with the logits of before, or reads too early.
+                ops = [self._common.meet_op(), *ops, self._common.meet_op()]
             self._head_ops = _op_array(ops)
         residual = residual.contiguous()
-        logits = torch.empty(residual.shape[0], len(self.part.vocab))
+        num_rows, vocab = residual.shape[0], self.part.vocab
+        if self._common is None:
+            own = torch.empty(num_rows, len(vocab))
+        else:
+            own = self._common.logits[:num_rows, vocab.start : vocab.stop]
         step = self._step(residual)
-        step.buffers[_LOGITS], step.strides[_LOGITS] = logits.data_ptr(), logits.stride(0)
+        step.buffers[_LOGITS], step.strides[_LOGITS] = own.data_ptr(), own.stride(0)
         self._run(self._head_ops, step)
-        return self._capped(self._all_logits(logits))
+        if self._common is not None:
+            return self._capped(self._common.logits[:num_rows])
+        return self._capped(self._all_logits(own))
 
     def _run(
         self, ops: "ctypes.Array[Op]", step: Step, first: int = 0, last: int | None = None
@@ -294,28 +322,37 @@ class NativeDecoder(Decoder):
             pages, group = kv_cache.layer_pages[index], kv_cache.layer_groups[index]
             ops += _products(qkv, _RESIDUAL, _QKV, Epilogue.STORE, layer.input_norm)
             ops.append(_attention(layer.attention, layer_config.rope, pages, group))
-            self._join(ops, sums, layer.attention.output, _ATTENDED, layer.attention_post_norm)
+            output, down = layer.attention.output, layer.mlp.down
+            self._join(ops, sums, 0, output, _ATTENDED, layer.attention_post_norm)
             epilogue = _GATED_EPILOGUES[self.config.activation]
             ops += _products(gate_up, _RESIDUAL, _INNER, epilogue, layer.mlp_norm)
-            self._join(ops, sums, layer.mlp.down, _INNER, layer.mlp_post_norm)
+            self._join(ops, sums, 1, down, _INNER, layer.mlp_post_norm)
         return ops, sums
 
     def _join(
         self,
         ops: list[Op],
         sums: "list[_Sum]",
+        area: int,
         module: PackedLinear,
         source: int,
         post_norm: RMSNorm | None,
     ) -> None:
-        """The end of a branch: its last product, perhaps normalized, joins the residual stream."""
-        target = _RESIDUAL if post_norm is None else _BRANCH
-        if self.shards.size > 1:
-            ops += _products(module, source, _PARTIAL, Epilogue.STORE_F32)
-            sums.append(_Sum(len(ops), target))
-        else:
-            epilogue = Epilogue.ADD if post_norm is None else Epilogue.STORE
+        """The end of a branch: its last product, perhaps normalized, joins the residual stream.
+
+        `area`: which of the shards' common areas it goes through.
+        """
+        target, epilogue = _RESIDUAL, Epilogue.ADD
+        if post_norm is not None:
+            target, epilogue = _BRANCH, Epilogue.STORE
+        if self.shards.size == 1:
             ops += _products(module, source, target, epilogue)
+        else:
+            ops += _products(module, source, _PARTIALS[area], Epilogue.STORE_F32)
+            if self._common is not None:
+                ops.append(self._common.sum_op(area, target, epilogue))
+            else:
+                sums.append(_Sum(len(ops), _PARTIALS[area], target))
         if post_norm is not None:
             ops.append(_norm_add(post_norm))
 
@@ -344,8 +381,11 @@ class NativeDecoder(Decoder):
             number: torch.empty(num_rows, self._row_stride(width), dtype=self.dtype)[:, :width]
             for number, width in widths.items()
         }
-        if self.shards.size > 1:
-            buffers[_PARTIAL] = torch.empty(num_rows, hidden)
+        for area, number in enumerate(_PARTIALS if self.shards.size > 1 else ()):
+            common = self._common
+            buffers[number] = (
+                torch.empty(num_rows, hidden) if common is None else common.own_part(area)
+            )
         return buffers
 
     def _row_stride(self, width: int) -> int:
@@ -427,6 +467,8 @@ def op_name(op: Op) -> str:
     """What an operation of a decoder's step is, as in profiles."""
     if op.kind == Kind.ATTENTION:
         return "attention"
+    if op.kind in (Kind.SUM, Kind.MEET):
+        return "shards"
     if op.kind != Kind.PRODUCT:
         return "norm"
     names = {_QKV: "qkv", _INNER: "gate_up", _LOGITS: "head"}
