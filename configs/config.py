@@ -113,6 +113,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class RecoveryConfig:
+    """What happens when an engine core dies or stands still. `docs/recovery.md` explains it."""
+
+    max_restarts: int = 10  # within the window; one more death ends the engine
+    restart_window_s: float = 600.0
+    step_timeout_s: float = 300.0  # that an engine core may take for a step before it is killed
+    # Replay requests also after calls that may have changed the worker, of which a fresh one does
+    # not know.
+    allow_replay_after_rpc: bool = False
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """What the model runs on."""
 
@@ -158,6 +170,7 @@ class EngineConfig:
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
+    recovery_config: RecoveryConfig = field(default_factory=RecoveryConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
     decoding_config: DecodingConfig = field(default_factory=DecodingConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)

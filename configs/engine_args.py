@@ -24,6 +24,7 @@ from headrace.configs.config import (
     ModelConfig,
     ObservabilityConfig,
     ProfilerConfig,
+    RecoveryConfig,
     SchedulerConfig,
     SchedulingPolicy,
 )
@@ -41,6 +42,7 @@ from headrace.configs.engine_options.model import DEFAULT_MODEL as DEFAULT_MODEL
 from headrace.configs.engine_options.model import LOGPROBS_MODES, ModelOptions
 from headrace.configs.engine_options.multimodal import MultiModalOptions
 from headrace.configs.engine_options.parallel import ParallelOptions
+from headrace.configs.engine_options.recovery import RecoveryOptions
 from headrace.configs.engine_options.scheduler import DEFAULT_MAX_NUM_SEQS, SchedulerOptions
 from headrace.configs.errors import ConfigurationError, UnsupportedFeatureError
 from headrace.configs.hardware import cpu_facts
@@ -87,6 +89,7 @@ class EngineArgs(
     LoRAOptions,
     MultiModalOptions,
     CacheOptions,
+    RecoveryOptions,
     ParallelOptions,
     DecodingOptions,
     LoadOptions,
@@ -191,6 +194,12 @@ class _Resolver:
             cache_config=self._cache_config(),
             scheduler_config=self._scheduler_config(),
             parallel_config=resolve_parallel(args),
+            recovery_config=RecoveryConfig(
+                args.max_restarts,
+                args.restart_window,
+                args.step_timeout,
+                args.allow_replay_after_rpc,
+            ),
             load_config=LoadConfig(cast(LoadFormat, args.load_format), args.download_dir),
             observability_config=ObservabilityConfig(log_stats_interval_s=interval),
             profiler_config=self._profiler_config(),

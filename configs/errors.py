@@ -8,8 +8,11 @@
     ├── InsufficientMemoryError              the numbers do not fit; says which flag value would
     ├── RequestFailedError                   one request failed while running: HTTP 500
     │   ├── NonFiniteLogitsError             the model produced NaN or Inf for it
+    │   ├── EngineCrashError                 it made the engine core crash, twice
+    │   ├── CallLostError                    the engine core was lost while a call ran
     │   └── RequestAbortedError              it was aborted before its end
     ├── EngineNotReadyError                  still loading or draining: HTTP 503, retry later
+    │   └── EngineChangedError               the engine that came back is another one
     └── EngineDeadError (RuntimeError)       the engine core is gone: HTTP 503, retry elsewhere
 
 Messages carry numbers and the fix. `code` is a stable string for each case, used on the wire and in
@@ -71,6 +74,18 @@ class NonFiniteLogitsError(RequestFailedError):
     code = "non_finite_logits"
 
 
+class EngineCrashError(RequestFailedError):
+    """Whenever this request runs, the engine core crashes; it is not run again."""
+
+    code = "engine_crash"
+
+
+class CallLostError(RequestFailedError):
+    """The engine core was lost while a call ran in it; calls are not repeated."""
+
+    code = "call_lost"
+
+
 class RequestAbortedError(RequestFailedError):
     """The request was aborted before it finished."""
 
@@ -81,6 +96,12 @@ class EngineNotReadyError(HeadraceError):
     """The engine is starting or shutting down; the request may be retried."""
 
     code = "not_ready"
+
+
+class EngineChangedError(EngineNotReadyError):
+    """The engine was lost, and what came back would go on with another text. Retry from scratch."""
+
+    code = "engine_changed"
 
 
 class EngineDeadError(HeadraceError, RuntimeError):

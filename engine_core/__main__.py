@@ -1,7 +1,7 @@
 """`python -P -m headrace.engine_core`: one engine-core process, started by the supervisor.
 
-The configuration comes in the first message. A closed parent pipe means that the parent is gone:
-clean up, exit.
+The configuration comes in the supervisor's first message. A closed parent pipe means that the
+parent is gone: clean up, exit.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 PROCESS_ENTRY = time.time()  # before the imports below, which take most of a second
@@ -24,6 +25,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="headrace.engine_core")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--supervisor", type=int, required=True)
+    parser.add_argument("--fence", type=int, required=True)
     parser.add_argument("--parent-pipe", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--log-level", type=int, default=logging.INFO)
@@ -52,13 +55,21 @@ def main(argv: list[str]) -> int:
     sockets = SocketThread(args.socket, args.epoch)
     try:
         from headrace.configs.garbage import settle_garbage_collector
-        from headrace.engine_core.startup import start_server
+        from headrace.engine_core import control_messages as control
+        from headrace.engine_core.startup import receive_from, start_server
 
+        supervisor: control.Channel[control.ToCore] = control.Channel(
+            Connection(args.supervisor), control.ToCore
+        )
+        receive = (supervisor, sockets)
+        threading.Thread(target=receive_from, args=receive, name="supervisor", daemon=True).start()
         if args.preload_worker:
             from headrace.executors.worker_host import preload
 
             preload()
-        server = start_server(sockets, PROCESS_ENTRY, imported=time.time())
+        server = start_server(
+            sockets, supervisor, PROCESS_ENTRY, time.time(), args.fence, args.parent_pipe
+        )
         if server is None:
             return 1
         settle_garbage_collector()

@@ -203,5 +203,6 @@ class Admission:
             # The n choices share the prompt's list until each of them runs.
             token_ids=prompt + state.output_token_ids if state.output_token_ids else prompt,
             max_total_tokens=max_total,
+            runs_alone_until=state.runs_alone_until,
             num_scored=max(1, message.num_prompt_logprobs_received),
         )

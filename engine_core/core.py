@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import EngineDeadError, HeadraceError, InvalidRequestError
+from headrace.engine_core.fence import FenceWriter
 from headrace.engine_core.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -17,6 +18,7 @@ from headrace.engine_core.messages import (
 )
 from headrace.engine_core.scheduler import Scheduler
 from headrace.executors.executor import make_executor
+from headrace.executors.worker_calls import only_reads
 from headrace.workers.protocol import RequestFault, SchedulerOutput, WorkerCall
 
 logger = logging.getLogger(__name__)
@@ -36,9 +38,15 @@ class EngineCore:
         progress: Callable[[str], None] = lambda phase: None,
         allows_callables: bool = False,
         on_worker_death: Callable[[], None] = lambda: None,
+        fence: int | None = None,
+        lifeline: int | None = None,
     ) -> None:
-        """`on_worker_death` is called, in any thread, when `check` has something to say."""
-        self._executor = make_executor(config, allows_callables, on_worker_death)
+        """`on_worker_death` is called, in any thread, when `check` has something to say.
+
+        `fence`: descriptor of the supervisor's; `lifeline`: one that the workers keep open, too.
+        """
+        self._executor = make_executor(config, allows_callables, on_worker_death, lifeline)
+        self._fence = None if fence is None else FenceWriter(fence, self._executor.max_in_flight)
         self._submitted: deque[SchedulerOutput] = deque()
         info = self._executor.start(progress)
         self._scheduler = Scheduler(config, info.kv_cache_spec, info.num_blocks)
@@ -52,6 +60,7 @@ class EngineCore:
             memory=info.memory,
             num_threads=info.num_threads,
             pid=pid,
+            weight_version=config.model_config.weight_version,
         )
 
     def add_request(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
@@ -96,10 +105,18 @@ class EngineCore:
             if step is None:
                 break
             self._submitted.append(step)
+            if self._fence is not None:
+                self._fence.begin(step)
             self._executor.submit(step)
         if not self._submitted:
             return []
         step = self._submitted.popleft()
+        outputs = self._account(step)
+        if self._fence is not None:
+            self._fence.end(step.step)
+        return outputs
+
+    def _account(self, step: SchedulerOutput) -> list[EngineCoreOutput]:
         try:
             output = self._executor.collect()
         except EngineDeadError:
@@ -114,6 +131,11 @@ class EngineCore:
         self._num_failures = 0
         return self._scheduler.update_from_output(step, output)
 
+    def beat(self) -> None:
+        """The loop goes on: tell whoever watches it."""
+        if self._fence is not None:
+            self._fence.beat()
+
     def call(self, call: UtilityCall) -> UtilityResult:
         """Run one of `UTILITIES`; errors come back in the result."""
         if call.method not in self.UTILITIES:
@@ -126,8 +148,18 @@ class EngineCore:
         return UtilityResult(call.call_id, value)
 
     def call_workers(self, call: WorkerCall) -> UtilityResult:
-        """Run a `WorkerCall` on every worker; errors come back in the result."""
-        return UtilityResult(call.call_id, workers=self._executor.call_workers(call))
+        """Run a `WorkerCall` on every worker; errors come back in the result.
+
+        It may take any time. What it may have changed in the workers is not there after a restart.
+        """
+        if self._fence is not None:
+            self._fence.beat(is_watched=False)
+            if not only_reads(call):
+                self._fence.mark_modified()
+        try:
+            return UtilityResult(call.call_id, workers=self._executor.call_workers(call))
+        finally:
+            self.beat()
 
     def check(self) -> None:
         """Raise EngineDeadError if a worker is gone."""

@@ -2,13 +2,12 @@
 
 A ZMQ message is two frames: a header (`Header`: protocol version, engine epoch) and a body (one of
 `ToCore` or `FromCore`), both msgpack. A frame of another epoch is dropped; another version is
-refused by the handshake. All engine state of a request is a function of its `EngineCoreRequest`,
-which already carries what a replay needs.
+refused. All engine state of a request is a function of its `EngineCoreRequest`, which already
+carries what a replay needs. Starting and ending is the supervisor's: `control_messages.py`.
 """
 
 import msgspec
 
-from headrace.configs.config import EngineConfig
 from headrace.configs.sampling_params import SamplingParams
 from headrace.workers.protocol import RequestFault, TokenLogprobs, WorkerCall, WorkerResult
 
@@ -23,10 +22,15 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChoiceState(msgspec.Struct, array_like=True):
-    """A choice to run, and its output tokens that were accepted already (none unless replayed)."""
+    """A choice to run, and its output tokens that were accepted already (none unless replayed).
+
+    Until `runs_alone_until` of its tokens, the prompt included, are computed, it has steps of its
+    own: it was in a step when an engine core died.
+    """
 
     index: int
     output_token_ids: list[int] = []
+    runs_alone_until: int = 0
 
 
 class EngineCoreRequest(msgspec.Struct, tag="request", array_like=True, omit_defaults=True):
@@ -63,21 +67,8 @@ class UtilityCall(msgspec.Struct, tag="call", array_like=True):
     method: str
 
 
-class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """First message to a fresh engine core: what to run, and where the parent was started.
-
-    `allows_callables`: whether a `WorkerCall` may carry cloudpickle. True only for a library's own
-    engine core, never for a server's.
-    """
-
-    config: EngineConfig
-    sys_path: list[str]
-    cwd: str
-    allows_callables: bool = False
-
-
-class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    """Abort what runs and exit with code 0."""
+class Join(msgspec.Struct, tag="join", array_like=True):
+    """First message of a client: it gets the statistics of every step from now on."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -104,7 +95,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """State of the scheduler after a step; counters are since the start of the engine core."""
+    """State of the scheduler after a step; counters are since the start of the engine core.
+
+    A client adds those of the engine cores before, and fills in the last three itself.
+    """
 
     step: int = 0  # steps that had tokens
     num_running: int = 0
@@ -120,6 +114,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_computed_prompt_tokens: int = 0  # prompt tokens computed, not found in the cache
     num_step_prompt_tokens: int = 0  # of the last step
     num_step_generation_tokens: int = 0  # of the last step
+    num_restarts: int = 0  # engine cores that were lost and came back
+    num_replayed_requests: int = 0
+    recovery_s: float = 0.0  # total time without an engine core
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -142,14 +139,8 @@ class UtilityResult(msgspec.Struct, tag="result", array_like=True):
     workers: list[WorkerResult] = []
 
 
-class StartupProgress(msgspec.Struct, tag="progress", array_like=True):
-    """The engine core has entered a start-up phase."""
-
-    phase: str
-
-
-class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine core takes requests."""
+class Ready(msgspec.Struct, array_like=True):
+    """Facts of an engine core that takes requests."""
 
     num_blocks: int
     block_size: int
@@ -159,19 +150,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     memory: dict[str, int]  # budget line -> bytes
     num_threads: int
     pid: int
+    weight_version: str = "default"
 
 
-class StartupFailed(msgspec.Struct, tag="failed", array_like=True):
-    """The engine core could not start; it exits with a code other than 0 after this."""
-
-    fault: RequestFault
-
-
-class EngineDied(msgspec.Struct, tag="died", array_like=True):
-    """The step loop failed; the engine core exits with a code other than 0 after this."""
-
-    fault: RequestFault
-
-
-ToCore = Hello | EngineCoreRequest | AbortRequest | UtilityCall | WorkerCall | Shutdown
-FromCore = EngineCoreOutputs | UtilityResult | StartupProgress | Ready | StartupFailed | EngineDied
+ToCore = Join | EngineCoreRequest | AbortRequest | UtilityCall | WorkerCall
+FromCore = EngineCoreOutputs | UtilityResult

@@ -194,7 +194,7 @@ class Scheduler:
         """A plan without the choices that break it."""
         while True:
             try:
-                return self._planner.plan()
+                return self._planner.plan(len(self._in_flight))
             except Exception as error:
                 subject = self._planner.subject
                 if subject is None or subject.status is Status.FINISHED:

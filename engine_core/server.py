@@ -14,20 +14,20 @@ from pathlib import Path
 import zmq
 
 from headrace.configs.errors import HeadraceError
+from headrace.engine_core import control_messages as control
 from headrace.engine_core.core import EngineCore
 from headrace.engine_core.messages import (
     AbortRequest,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDied,
     FromCore,
-    Hello,
-    Shutdown,
+    Join,
     ToCore,
     UtilityCall,
 )
 from headrace.engine_core.wire import Codec
+from headrace.executors.executor import WorkerLostError
 from headrace.workers.protocol import RequestFault, WorkerCall
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,16 @@ _WAKE = "inproc://outgoing"
 IDLE_CHECK_S = 1.0  # how long the loop waits for work before it looks at the block accounting
 
 
+SUPERVISOR: Identity = b""  # whose messages come beside those of clients
+
+Supervisor = control.Channel[control.ToCore]
+
+
 class WorkersLost:
     """Among the incoming messages: a worker has ended on its own."""
 
 
-Incoming = tuple[Identity, ToCore | WorkersLost | None]
+Incoming = tuple[Identity, ToCore | control.ToCore | WorkersLost | None]
 
 
 class SocketThread:
@@ -124,16 +129,17 @@ class SocketThread:
 class EngineCoreServer:
     """The step loop: takes messages, steps while there is work, routes outputs to their client."""
 
-    def __init__(self, core: EngineCore, sockets: SocketThread, client: Identity) -> None:
+    def __init__(self, core: EngineCore, sockets: SocketThread, supervisor: Supervisor) -> None:
         self._core = core
         self._sockets = sockets
-        self._clients = {client}
+        self._supervisor = supervisor
+        self._clients: set[Identity] = set()
         self._owners: dict[str, Identity] = {}
         self._open_choices: dict[str, set[int]] = {}
         self._stopping = False
 
     def run(self) -> None:
-        """Until a Shutdown message. An exception of the loop is told to all clients and raised."""
+        """Until a Shutdown message. An exception is told to the supervisor, and raised."""
         try:
             while not self._stopping:
                 self._take_messages()
@@ -141,8 +147,8 @@ class EngineCoreServer:
                     self._route(self._core.step(), stats_to_all=True)
         except Exception as error:
             fault = RequestFault("engine_dead", f"the engine core failed: {_describe(error)}")
-            for client in self._clients:
-                self._sockets.send(client, EngineDied(fault))
+            exit_code = error.exit_code if isinstance(error, WorkerLostError) else None
+            self._supervisor.send(control.EngineDied(fault, exit_code))
             raise
         finally:
             self._core.close()
@@ -151,6 +157,7 @@ class EngineCoreServer:
         """Handle all queued messages; wait for one if there is nothing to step."""
         incoming = self._sockets.incoming
         while not self._stopping:
+            self._core.beat()
             idle = not self._core.has_work()
             try:
                 client, message = incoming.get(block=idle, timeout=IDLE_CHECK_S)
@@ -161,15 +168,28 @@ class EngineCoreServer:
                 continue
             self._handle(client, message)
 
-    def _handle(self, client: Identity, message: ToCore | WorkersLost | None) -> None:
-        if message is None:
-            self._forget(client)
-            return
-        if isinstance(message, WorkersLost):
-            self._core.check()
-            return
-        self._clients.add(client)
+    def _handle(
+        self, client: Identity, message: ToCore | control.ToCore | WorkersLost | None
+    ) -> None:
         match message:
+            case None:
+                self._forget(client)
+            case WorkersLost():
+                self._core.check()
+            case control.ClientGone():
+                self._forget(message.client_id.encode())
+            case control.Shutdown():
+                self._stopping = True
+            case control.Hello():
+                logger.warning("a second Hello was ignored")
+            case _:
+                self._clients.add(client)
+                self._serve(client, message)
+
+    def _serve(self, client: Identity, message: ToCore) -> None:
+        match message:
+            case Join():
+                pass
             case EngineCoreRequest():
                 self._add_request(client, message)
             case AbortRequest():
@@ -179,10 +199,6 @@ class EngineCoreServer:
                 self._sockets.send(client, self._core.call(message))
             case WorkerCall():
                 self._sockets.send(client, self._core.call_workers(message))
-            case Shutdown():
-                self._stopping = True
-            case Hello():
-                logger.warning("a second Hello was ignored")
 
     def _forget(self, client: Identity) -> None:
         """Nobody takes what is sent to this client: its requests end, too."""

@@ -7,20 +7,40 @@ import time
 
 from headrace.configs.errors import HeadraceError
 from headrace.configs.process_times import process_creation_time
+from headrace.engine_core.control_messages import (
+    CoreReady,
+    Hello,
+    Shutdown,
+    StartupFailed,
+    StartupProgress,
+)
 from headrace.engine_core.core import EngineCore
-from headrace.engine_core.messages import Hello, Shutdown, StartupFailed, StartupProgress
-from headrace.engine_core.server import EngineCoreServer, Identity, SocketThread, WorkersLost
+from headrace.engine_core.server import (
+    SUPERVISOR,
+    EngineCoreServer,
+    SocketThread,
+    Supervisor,
+    WorkersLost,
+)
 from headrace.workers.protocol import RequestFault
 
 logger = logging.getLogger(__name__)
 
 
-def start_server(sockets: SocketThread, entry: float, imported: float) -> EngineCoreServer | None:
+def start_server(
+    sockets: SocketThread,
+    supervisor: Supervisor,
+    entry: float,
+    imported: float,
+    fence: int | None = None,
+    lifeline: int | None = None,
+) -> EngineCoreServer | None:
     """The loaded server, or None if it could not start (the parent has been told) or must not.
 
     `entry` and `imported`: when the process began to run our code, and when it had torch.
+    `fence` and `lifeline` as for `EngineCore`.
     """
-    client, hello = _wait_for_hello(sockets)
+    hello = _wait_for_hello(sockets)
     if hello is None:
         return None
     sys.path[:] = hello.sys_path
@@ -35,9 +55,11 @@ def start_server(sockets: SocketThread, entry: float, imported: float) -> Engine
         core = EngineCore(
             hello.config,
             os.getpid(),
-            progress=lambda phase: sockets.send(client, StartupProgress(phase)),
+            progress=lambda phase: _tell(supervisor, StartupProgress(phase)),
             allows_callables=hello.allows_callables,
-            on_worker_death=lambda: sockets.incoming.put((client, WorkersLost())),
+            on_worker_death=lambda: sockets.incoming.put((SUPERVISOR, WorkersLost())),
+            fence=fence,
+            lifeline=lifeline,
         )
     except Exception as error:
         fault = RequestFault(
@@ -47,21 +69,31 @@ def start_server(sockets: SocketThread, entry: float, imported: float) -> Engine
             fault = RequestFault(error.code, str(error))
         else:
             logger.exception("the engine could not start")
-        sockets.send(client, StartupFailed(fault))
+        supervisor.send(StartupFailed(fault))
         return None
     known = sum(core.ready.phases.values())
     phases |= core.ready.phases
     phases["set up scheduler"] = max(0.0, time.time() - start - known)
     core.ready.phases = phases
-    sockets.send(client, core.ready)
-    return EngineCoreServer(core, sockets, client)
+    supervisor.send(CoreReady(core.ready))
+    return EngineCoreServer(core, sockets, supervisor)
 
 
-def _wait_for_hello(sockets: SocketThread) -> tuple[Identity, Hello | None]:
+def receive_from(supervisor: Supervisor, sockets: SocketThread) -> None:
+    """Run in a thread: what the supervisor says comes beside the messages of clients."""
+    while (message := supervisor.receive()) is not None:
+        sockets.incoming.put((SUPERVISOR, message))
+
+
+def _tell(supervisor: Supervisor, message: StartupProgress) -> None:
+    supervisor.send(message)
+
+
+def _wait_for_hello(sockets: SocketThread) -> Hello | None:
     while True:
-        client, message = sockets.incoming.get()
+        _, message = sockets.incoming.get()
         if isinstance(message, Hello):
-            return client, message
+            return message
         if isinstance(message, Shutdown):
-            return client, None
+            return None
         logger.warning("a message before Hello was ignored")

@@ -54,29 +54,100 @@ class StepPlanner:
         self._forks = forks
         self._queue = RequestQueue(config.policy)
         self._running: list[Choice] = []  # by rank, most important first
+        # Suspects: choices that have steps of their own for a while, one after the other.
+        self._suspects = RequestQueue(config.policy)
+        self._alone: Choice | None = None  # the one whose turn it is; it holds blocks
+        self._was_alone = False  # whether the last step was one of those
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + (self._alone is not None)
 
     def enqueue(self, choice: Choice) -> None:
         """Let a waiting choice run when its turn comes."""
-        self._queue.push(choice)
+        if choice.runs_alone_until:
+            self._suspects.push(choice)
+        else:
+            self._queue.push(choice)
 
     def remove(self, choice: Choice) -> None:
         """Forget a choice that ends, wherever it is."""
-        if choice.status is Status.RUNNING:
+        if choice is self._alone:
+            self._alone = None
+        elif choice.status is Status.RUNNING:
             self._remove_running(choice)
         else:
             self._queue.remove(choice)
+            self._suspects.remove(choice)
 
-    def plan(self) -> StepPlan:
+    def plan(self, num_in_flight: int = 0) -> StepPlan:
         """Decide about the next step; its `counts` are empty if nothing can run now.
 
-        If it raises, the fault lies with `subject`: with that choice removed, it can be called
-        again.
+        `num_in_flight`: steps handed out that have no result yet. If it raises, the fault lies with
+        `subject`: with that choice removed, it can be called again.
         """
         self.subject = None
+        if self._alone is not None or len(self._suspects):
+            plan = self._plan_alone(num_in_flight)
+            if plan is not None:
+                return plan
+        return self._plan_together()
+
+    def _plan_alone(self, num_in_flight: int) -> StepPlan | None:
+        """A step of one suspect and nothing else, every other time; None: an ordinary step now.
+
+        Nothing is in flight beside it, so that a crash can only be its own.
+        """
+        alone = self._alone
+        if alone is not None and alone.num_in_flight:
+            return StepPlan(budget=0, contended=False, prefill_share=0)
+        if alone is not None and alone.num_computed_tokens >= alone.runs_alone_until:
+            alone.runs_alone_until = 0
+            self._alone = None
+            insort(self._running, alone, key=_rank)
+            alone = None
+        if self._was_alone and (self._running or len(self._queue)):
+            self._was_alone = False
+            return None
+        if alone is None and not len(self._suspects):
+            return None
+        plan = StepPlan(
+            budget=0 if num_in_flight else self._config.max_num_batched_tokens,
+            contended=False,
+            prefill_share=0,
+        )
+        if not num_in_flight:
+            self._give_all(alone or self._start_alone(plan), plan)
+            self._was_alone = True
+        return plan
+
+    def _start_alone(self, plan: StepPlan) -> Choice:
+        """Take the first suspect out of the queue, and make a place for it among what runs."""
+        choice = self.subject = self._suspects.peek()
+        assert choice is not None
+        while not self._has_slot():
+            self._preempt(self._running[-1], plan)
+        hit = choice.blocks or self._kv.find_hit(choice)
+        if isinstance(hit, PrefixHit):
+            self._attach(choice, hit)
+        self._forks.admitted(choice)
+        self._suspects.remove(choice)
+        choice.status = Status.RUNNING
+        self._alone = choice
+        return choice
+
+    def _give_all(self, choice: Choice, plan: StepPlan) -> None:
+        """All tokens that a suspect wants and a step can have; others make room for it."""
+        self.subject = choice
+        num_new = self._wanted(choice, plan, reserve=0)
+        if not num_new:
+            return
+        while not self._kv.allocate(choice, choice.num_computed_tokens + num_new):
+            if not self._forks.release_last():
+                self._preempt(self._running[-1], plan)
+        plan.counts[choice] = num_new
+
+    def _plan_together(self) -> StepPlan:
         num_prefills = sum(
             1
             for choice in self._running
@@ -190,7 +261,7 @@ class StepPlanner:
                     self._queue.push(misfit)
 
     def _has_slot(self) -> bool:
-        return len(self._running) < self._config.max_num_seqs
+        return self.num_running < self._config.max_num_seqs
 
     def _victims(self, choice: Choice) -> list[Choice]:
         """Running choices that a waiting one may preempt, last ranked first; empty with fcfs."""
@@ -208,13 +279,7 @@ class StepPlanner:
         if held is None:
             return False
         if isinstance(held, PrefixHit):
-            choice.num_computed_tokens = self._kv.attach(choice, held)
-            self.prefix_cache_queries += choice.num_tokens
-            self.prefix_cache_hits += choice.num_computed_tokens
-            if not choice.known_to_worker:
-                choice.num_cached_tokens = min(
-                    choice.num_computed_tokens, choice.request.num_prompt_tokens
-                )
+            self._attach(choice, held)
         self._forks.admitted(choice)
         num_new = self._wanted(choice, plan, reserve=0)
         if not self._kv.allocate(choice, choice.num_computed_tokens + num_new):
@@ -229,6 +294,16 @@ class StepPlanner:
         if choice.num_computed_tokens + num_new < choice.num_tokens:
             plan.owed_blocks += self._kv.owed_blocks(choice)
         return True
+
+    def _attach(self, choice: Choice, hit: PrefixHit) -> None:
+        """Give a choice the blocks that the prefix cache has for it."""
+        choice.num_computed_tokens = self._kv.attach(choice, hit)
+        self.prefix_cache_queries += choice.num_tokens
+        self.prefix_cache_hits += choice.num_computed_tokens
+        if not choice.known_to_worker:
+            choice.num_cached_tokens = min(
+                choice.num_computed_tokens, choice.request.num_prompt_tokens
+            )
 
     def _clear_the_way(self, choice: Choice, plan: StepPlan) -> ChoiceBlocks | PrefixHit | None:
         """Free the blocks and the place that a waiting choice needs, as far as its rank allows.
@@ -282,7 +357,7 @@ class StepPlanner:
         choice.num_preemptions += 1
         self.num_preemptions += 1
         for child in self._forks.orphan(choice):
-            self._queue.push(child)
+            self.enqueue(child)
         if choice.num_in_flight:
             choice.waits_for = WaitsFor.RESULTS
         else:

@@ -5,6 +5,7 @@ parent does, however that happens.
 """
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 # then costs a time slice, and a step takes several times longer. Set before torch is loaded.
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "1000"}
 _PARENT_POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess:
@@ -72,6 +74,10 @@ class ChildProcess:
                 return f"it was killed by {signal.Signals(-code).name}"
         return f"it exited with code {code}"
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        self._popen.send_signal(number)
+
     def kill(self) -> None:
         """Send SIGKILL, if it still runs; `stop` waits for it."""
         if self.exit_code is None:
@@ -80,6 +86,15 @@ class ChildProcess:
     def wait(self) -> None:
         """Wait for its end."""
         self._popen.wait()
+
+    def wait_family(self, timeout: float) -> bool:
+        """Wait until nobody holds the pipe any more: neither it nor those it handed the pipe on to.
+
+        False if that has not happened after `timeout` s.
+        """
+        poll = select.poll()
+        poll.register(self._pipe, 0)  # POLLERR is always reported: the pipe has no reader
+        return bool(poll.poll(1000 * timeout))
 
     def stop(self, timeout: float) -> bool:
         """Wait `timeout` s for the process, which was told to end, then kill it; clean up.
@@ -99,11 +114,16 @@ class ChildProcess:
         return True
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, even if stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def watch_parent(pipe: int, parent: int, clean_up: Callable[[], None] = lambda: None) -> None:
     """Run in a thread of the child: exit when the parent does, after `clean_up`.
 
     A process that the parent forked can hold the pipe open, hence the second look at the parent's
-    pid.
+    pid. A process that is stopped runs no thread: see `die_with_parent`.
     """
     while os.getppid() == parent:
         if select.select([pipe], [], [], _PARENT_POLL_S)[0] and not os.read(pipe, 1):

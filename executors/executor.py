@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.configs.config import EngineConfig
-from headrace.configs.errors import ConfigurationError
+from headrace.configs.errors import ConfigurationError, EngineDeadError
 from headrace.workers.protocol import (
     ModelRunnerOutput,
     SchedulerOutput,
@@ -13,6 +13,14 @@ from headrace.workers.protocol import (
     WorkerInfo,
     WorkerResult,
 )
+
+
+class WorkerLostError(EngineDeadError):
+    """A worker process has ended; `exit_code` is negative for a signal."""
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Executor(Protocol):
@@ -46,11 +54,15 @@ class Executor(Protocol):
 
 
 def make_executor(
-    config: EngineConfig, allows_callables: bool, on_death: Callable[[], None]
+    config: EngineConfig,
+    allows_callables: bool,
+    on_death: Callable[[], None],
+    lifeline: int | None = None,
 ) -> Executor:
     """The executor of the configuration's backend, not started.
 
     `on_death` is called, in any thread, when a worker is lost while nothing is asked of it.
+    `lifeline`: a descriptor that worker processes are to keep open as long as they live.
     """
     backend = config.parallel_config.distributed_executor_backend
     names = {
@@ -65,5 +77,5 @@ def make_executor(
             f"distributed_executor_backend {backend!r} is neither one of {', '.join(names)} nor a "
             f"class that can be imported: {error}"
         ) from error
-    executor: Executor = cls(config, allows_callables, on_death)
+    executor: Executor = cls(config, allows_callables, on_death, lifeline)
     return executor

@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
 from headrace.configs.config import EngineConfig
-from headrace.configs.errors import EngineDeadError, HeadraceError, error_from_code
+from headrace.configs.errors import HeadraceError, error_from_code
 from headrace.executors.child_process import ChildProcess
+from headrace.executors.executor import WorkerLostError
 from headrace.executors.worker_messages import (
     CallDone,
     FromWorker,
@@ -62,6 +63,11 @@ class WorkerHandle:
     def describe(self) -> str:
         return f"worker {self.rank} (pid {self.process.pid})"
 
+    def lost(self) -> WorkerLostError:
+        """The error that says how the process, which has ended, has done so."""
+        text = f"{self.describe()} is gone: {self.process.describe_exit()}"
+        return WorkerLostError(text, self.process.exit_code)
+
 
 class MultiprocExecutor:
     """One process per worker; a step is encoded once and sent to all of them.
@@ -71,7 +77,11 @@ class MultiprocExecutor:
     """
 
     def __init__(
-        self, config: EngineConfig, allows_callables: bool, on_death: Callable[[], None]
+        self,
+        config: EngineConfig,
+        allows_callables: bool,
+        on_death: Callable[[], None],
+        lifeline: int | None = None,
     ) -> None:
         """`on_death` is called, in a thread of the executor's, when a worker is lost."""
         parallel = config.parallel_config
@@ -79,7 +89,8 @@ class MultiprocExecutor:
         self._config = config
         self._allows_callables = allows_callables
         self._on_death = on_death
-        self._death: str | None = None  # why the executor is dead
+        self._inherited = [] if lifeline is None else [lifeline]
+        self._death: WorkerLostError | None = None  # why the executor is dead
         self._lock = threading.Lock()  # over `_death`
         self._outputs: deque[ModelRunnerOutput | Exception] = deque()
         self._results: dict[int, WorkerResult] = {}
@@ -97,7 +108,8 @@ class MultiprocExecutor:
         parallel = self._config.parallel_config
         for rank in range(parallel.world_size):
             memory = self._memories[rank // parallel.tensor_parallel_size]
-            self._workers.append(WorkerHandle(rank, [self._store, memory]))
+            fds = [self._store, memory, *self._inherited]
+            self._workers.append(WorkerHandle(rank, fds))
         for worker in self._workers:
             memory = self._memories[worker.rank // parallel.tensor_parallel_size]
             setup = WorkerSetup(
@@ -139,11 +151,11 @@ class MultiprocExecutor:
 
     def check(self) -> None:
         if self._death is not None:
-            raise EngineDeadError(self._death)
+            raise self._death
 
     def shutdown(self) -> None:
         with self._lock:
-            self._death = self._death or "the workers have been shut down"
+            self._death = self._death or WorkerLostError("the workers have been shut down")
         os.write(self._stop, b"x")
         for worker in self._workers:
             try:
@@ -210,13 +222,13 @@ class MultiprocExecutor:
                 if worker.info is not None and len(self._workers) == 1:
                     self._outputs.append(error)  # of one step
                     return
-                self._die(f"{worker.describe()}: {error}", error)
+                self._die(WorkerLostError(f"{worker.describe()}: {error}"), error)
 
     def _wait_ready(self, progress: Callable[[str], None], deadline: float) -> None:
         told = ""
         while any(worker.info is None for worker in self._workers):
             if not self._receive(deadline):
-                self._die(self._late())
+                self._die(WorkerLostError(self._late()))
             if self._workers[0].phase != told:
                 told = self._workers[0].phase
                 progress(told)
@@ -237,17 +249,14 @@ class MultiprocExecutor:
     def _lose(self, worker: WorkerHandle) -> NoReturn:
         worker.process.kill()
         worker.process.wait()
-        self._die(f"{worker.describe()} is gone: {worker.process.describe_exit()}")
+        self._die(worker.lost())
 
-    def _die(self, reason: str, error: HeadraceError | None = None) -> NoReturn:
+    def _die(self, death: WorkerLostError, error: HeadraceError | None = None) -> NoReturn:
         with self._lock:
-            if self._death is None:
-                self._death = reason
+            self._death = death = self._death or death
         for worker in self._workers:
             worker.process.kill()
-        if error is not None:
-            raise error
-        raise EngineDeadError(self._death)
+        raise error or death
 
     def _watch(self) -> None:
         """Notice the end of a worker also while nothing is asked of them."""
@@ -260,8 +269,7 @@ class MultiprocExecutor:
                 with self._lock:
                     if self._death is not None:
                         return
-                    exit_ = worker.process.describe_exit()
-                    self._death = f"{worker.describe()} is gone: {exit_}"
+                    self._death = worker.lost()
                 for other in sentinels.values():
                     other.process.kill()
                 self._on_death()

@@ -21,7 +21,11 @@ class UniprocExecutor:
     max_in_flight = 1
 
     def __init__(
-        self, config: EngineConfig, allows_callables: bool, on_death: Callable[[], None]
+        self,
+        config: EngineConfig,
+        allows_callables: bool,
+        on_death: Callable[[], None],
+        lifeline: int | None = None,
     ) -> None:
         self._host = WorkerHost(config, WorkerSetup(), allows_callables)
         self._steps: deque[SchedulerOutput] = deque()

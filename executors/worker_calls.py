@@ -21,6 +21,10 @@ from headrace.configs.errors import (
 from headrace.workers.protocol import RequestFault, WorkerCall, WorkerResult
 
 Method = str | Callable[..., Any]
+# Methods that leave the worker as they found it. Of every other call nobody knows.
+READING_METHODS = frozenset(
+    {"start_profile", "stop_profile", "start_op_profile", "stop_op_profile"}
+)
 MAX_PLAIN_DEPTH = 64  # of nested lists and dicts; what is deeper is pickled
 
 
@@ -45,6 +49,11 @@ def encode_call(
             f"the call cannot be sent to the workers: {type(error).__name__}: {error}", "method"
         ) from error
     return WorkerCall(call_id, None, pickled=pickled)
+
+
+def only_reads(call: WorkerCall) -> bool:
+    """Whether the workers are after the call what their configuration says."""
+    return call.method in READING_METHODS
 
 
 def decode_call(

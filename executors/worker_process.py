@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 from headrace.configs.errors import HeadraceError
 from headrace.configs.garbage import settle_garbage_collector
-from headrace.executors.child_process import watch_parent
+from headrace.executors.child_process import die_with_parent, watch_parent
 from headrace.executors.worker_host import WorkerHost, preload
 from headrace.executors.worker_messages import (
     CallDone,
@@ -119,6 +119,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--log-level", type=int, default=logging.INFO)
     args = parser.parse_args(argv)
+    die_with_parent()  # it is the step loop's thread that started us; then look at its pid
     watch = (args.parent_pipe, args.parent_pid)
     threading.Thread(target=watch_parent, args=watch, name="parent-watch", daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -21,7 +21,7 @@ from headrace.configs.errors import (
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.engine_core.client import AsyncClient
 from headrace.engine_core.messages import EngineStats
-from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.engine_core.supervisor import SupervisorLink, SupervisorThread
 from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.front_end import FrontEnd
@@ -46,19 +46,20 @@ class AsyncEngine(EngineAttributes):
 
     def __init__(
         self,
-        args: EngineArgs | EngineConfig,
+        args: EngineArgs | EngineConfig | None,
         report: StartupReport | None = None,
-        process: EngineCoreProcess | None = None,
+        supervisor: SupervisorLink | None = None,
         *,
         usage_context: UsageContext = UsageContext.API_SERVER,
         stat_loggers: dict[str, StatLoggerBase] | None = None,
         log_requests: bool | None = None,
         allows_callables: bool = False,
     ) -> None:
-        """`process`: the engine core, if it was started already, as `report` may have been.
+        """`supervisor`: the engine core's, if it was started already, as `report` may have been.
 
-        `stat_loggers` replace the default ones. `log_requests` None: as the arguments say.
-        `allows_callables`: for `collective_rpc`; never in a server.
+        `args` None: the supervisor has the configuration. `stat_loggers` replace the default ones.
+        `log_requests` None: as the arguments say. `allows_callables`: for `collective_rpc`; never
+        in a server.
         """
         self.state: EngineState = "starting"
         self.report = report or StartupReport(time.time())
@@ -67,8 +68,9 @@ class AsyncEngine(EngineAttributes):
         self._given_loggers = stat_loggers
         self._log_requests = log_requests
         self._allows_callables = allows_callables
-        self._process = process or EngineCoreProcess()  # imports torch while we go on
-        self._finalizer = weakref.finalize(self, self._process.kill)
+        # Its engine core imports torch while we go on.
+        self._supervisor = supervisor or SupervisorThread()
+        self._finalizer = weakref.finalize(self, self._supervisor.close)
         self._client: AsyncClient | None = None
         self._streams: dict[str, OutputStream] = {}
         self._receiver: asyncio.Task[None] | None = None
@@ -92,19 +94,16 @@ class AsyncEngine(EngineAttributes):
         """The part of `start()` that comes before messages are received."""
         if self._error is not None:
             raise self._error
-        self._client = AsyncClient(self._process)
+        self._client = client = AsyncClient(self._supervisor)
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, self._client.close_blocking)
-        self._client.attach()
-        if isinstance(self._args, EngineConfig):
-            self.config = self._args
+        self._finalizer = weakref.finalize(self, client.close_blocking)
+        client.attach()
+        if self._args is None:
+            self.config = await client.wait_config()
         else:
-            self.config = await asyncio.to_thread(
-                resolve, self._args, self._usage_context, None, self.report
-            )
-        renderer = await start_async(
-            self.config, self._process, self._client, self.report, self._allows_callables
-        )
+            self.config = await self._resolved(self._args)
+            client.send_config(self.config, self._allows_callables)
+        renderer = await start_async(self.config, self._supervisor.started, client, self.report)
         self.front_end = FrontEnd(
             self.config,
             self._client.ready,
@@ -113,6 +112,11 @@ class AsyncEngine(EngineAttributes):
             self._logs_requests(),
         )
         self.state = "ready"
+
+    async def _resolved(self, args: EngineArgs | EngineConfig) -> EngineConfig:
+        if isinstance(args, EngineConfig):
+            return args
+        return await asyncio.to_thread(resolve, args, self._usage_context, None, self.report)
 
     def _logs_requests(self) -> bool:
         if self._log_requests is not None:
@@ -288,8 +292,13 @@ class AsyncEngine(EngineAttributes):
         """Run a method on every worker between two steps; see `LLMEngine.collective_rpc`."""
         return await self._require_ready().call_workers(method, args, kwargs, timeout)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine core is there now; while it is restarted, requests wait."""
+        return self.state == "ready" and self._client is not None and self._client.is_up
+
     def check_health(self) -> None:
-        """Raise the error that ended the engine, or EngineDeadError if its core is gone."""
+        """Raise the error that ended the engine; one that is being restarted is healthy."""
         self._require_ready().check_alive()
 
     def rest(self) -> None:
@@ -353,6 +362,6 @@ class AsyncEngine(EngineAttributes):
         if self._client is not None:
             await self._client.close()
         else:
-            self._process.kill()
+            self._supervisor.close()
         self._finalizer.detach()
         self._end_rendering()

@@ -23,7 +23,7 @@ from headrace.configs.config import (
 from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs, UsageContext
 from headrace.configs.errors import EngineDeadError, RequestAbortedError
 from headrace.configs.sampling_params import SamplingParams
-from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.engine_core.supervisor import SupervisorThread
 from headrace.frontend.async_engine import AsyncEngine
 from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.inputs import PromptType
@@ -68,7 +68,7 @@ class AsyncLLMEngine(EngineAttributes):
         *,
         log_requests: bool = True,
         start_engine_loop: bool = True,
-        process: EngineCoreProcess | None = None,
+        supervisor: SupervisorThread | None = None,
         report: StartupReport | None = None,
     ) -> None:
         """As `LLMEngine`; `log_requests`: a line in the log when a request comes and ends.
@@ -82,7 +82,7 @@ class AsyncLLMEngine(EngineAttributes):
         self.engine = AsyncEngine(
             self.config,
             report,
-            process or spawn_process(),
+            supervisor or spawn_process(),
             stat_loggers=stat_loggers,
             log_requests=log_requests,
             allows_callables=True,
@@ -107,15 +107,15 @@ class AsyncLLMEngine(EngineAttributes):
     ) -> "AsyncLLMEngine":
         """Resolve the arguments while the engine core's process starts, then wait for it."""
         report = StartupReport(time.time())
-        process = spawn_process()
-        config = resolve(engine_args, usage_context, process, report)
+        supervisor = spawn_process()
+        config = resolve(engine_args, usage_context, supervisor, report)
         return cls(
             config,
             log_stats=not engine_args.disable_log_stats,
             stat_loggers=stat_loggers,
             log_requests=isinstance(engine_args, AsyncEngineArgs) and engine_args.logs_requests,
             start_engine_loop=start_engine_loop,
-            process=process,
+            supervisor=supervisor,
             report=report,
         )
 

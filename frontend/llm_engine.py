@@ -20,7 +20,7 @@ from headrace.configs.engine_args import EngineArgs, UsageContext
 from headrace.configs.errors import EngineDeadError, HeadraceError
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import EngineCoreOutputs
-from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.engine_core.supervisor import SupervisorThread
 from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.front_end import FrontEnd
@@ -66,10 +66,10 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
         mm_registry: None = None,
         use_cached_outputs: bool = False,
         *,
-        process: EngineCoreProcess | None = None,
+        supervisor: SupervisorThread | None = None,
         report: StartupReport | None = None,
     ) -> None:
-        """Start the engine core (or take `process`, which runs already) and wait until it is ready.
+        """Start the engine core (or take that of `supervisor`) and wait until it is ready.
 
         `stat_loggers` replace the default ones. `usage_context` is taken for compatibility: no
         usage data is ever sent. Raises the HeadraceError that says why it cannot start.
@@ -82,7 +82,7 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
         self.config = replace(vllm_config, log_stats=log_stats)
         self.report = report or StartupReport(time.time())
         loggers = StatLoggers.of(self.config, stat_loggers)
-        renderer, self._client = start_blocking(self.config, process or spawn(), self.report)
+        renderer, self._client = start_blocking(self.config, supervisor or spawn(), self.report)
         self._finalizer = weakref.finalize(self, self._client.close)
         self.front_end = FrontEnd(self.config, self._client.ready, renderer, loggers)
         self._outputs: list[RequestOutput] = []
@@ -97,13 +97,13 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
     ) -> "LLMEngine":
         """Resolve the arguments while the engine core's process starts, then wait for it."""
         report = StartupReport(time.time())
-        process = spawn()
-        config = resolve(engine_args, usage_context, process, report)
+        supervisor = spawn()
+        config = resolve(engine_args, usage_context, supervisor, report)
         return cls(
             config,
             log_stats=not engine_args.disable_log_stats,
             stat_loggers=stat_loggers,
-            process=process,
+            supervisor=supervisor,
             report=report,
         )
 
@@ -207,7 +207,8 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
         """Wait for one step and return the outputs that are new; [] when nothing is unfinished.
 
         A request that fails is over, and its error is raised; outputs of others come with the next
-        call. EngineDeadError when the engine core is gone: all requests are lost.
+        call. An engine core that dies is replaced, and requests go on; EngineDeadError when no
+        other one will come: all requests are lost.
         """
         if not self._outputs and not self._failures and len(self.front_end):
             self._take(self._next_message())
@@ -318,7 +319,7 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
         return True
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if the engine core is gone."""
+        """Raise EngineDeadError if the engine core is gone for good."""
         self._client.check_alive()
 
     def is_tracing_enabled(self) -> bool:

@@ -56,6 +56,9 @@ ENGINE_COUNTERS = {  # name -> (field of EngineStats, help)
     "computed_prompt_tokens": ("num_computed_prompt_tokens", "prompt tokens computed"),
     "accounting_errors": ("accounting_errors", "block accounting mismatches, healed"),
     "corrupted_requests": ("num_corrupted", "sequences that failed by non-finite logits"),
+    "engine_restarts": ("num_restarts", "engine cores that were lost and came back"),
+    "replayed_requests": ("num_replayed_requests", "requests run again after such a loss"),
+    "recovery_seconds": ("recovery_s", "time without an engine core"),
 }
 
 

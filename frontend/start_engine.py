@@ -12,7 +12,7 @@ from headrace.configs.engine_args import EngineArgs, UsageContext
 from headrace.configs.errors import ConfigurationError
 from headrace.engine_core.client import AsyncClient, InprocClient, SyncClient
 from headrace.engine_core.messages import Ready
-from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.engine_core.supervisor import SupervisorThread
 from headrace.frontend.renderer import Renderer
 from headrace.frontend.startup_report import StartupReport, log_model_facts, memory_table
 
@@ -34,16 +34,17 @@ def load_renderer(config: EngineConfig, report: StartupReport) -> Renderer:
     return renderer
 
 
-def spawn(has_worker: bool = True) -> EngineCoreProcess | None:
-    """An engine core that imports torch while its configuration is resolved, for a worker in it.
+def spawn(has_worker: bool = True) -> SupervisorThread | None:
+    """The supervisor of an engine core that imports torch while its configuration is resolved.
 
-    None if it is to run in this process. Raises ConfigurationError for unknown HEADRACE_ variables.
+    It does so for a worker in it. None if it is to run in this process. Raises ConfigurationError
+    for unknown HEADRACE_ variables.
     """
     environment.check_environ(os.environ)
-    return None if _runs_in_process() else EngineCoreProcess(has_worker=has_worker)
+    return None if _runs_in_process() else SupervisorThread(has_worker)
 
 
-def spawn_process() -> EngineCoreProcess:
+def spawn_process() -> SupervisorThread:
     """`spawn()` for the asynchronous engine, whose core cannot run in its own process."""
     environment.check_environ(os.environ)
     if _runs_in_process():
@@ -51,7 +52,7 @@ def spawn_process() -> EngineCoreProcess:
             f"{environment.MULTIPROCESSING.name}=0 is for LLM and LLMEngine; the asynchronous "
             "engine needs a process for its core: unset it"
         )
-    return EngineCoreProcess()
+    return SupervisorThread()
 
 
 def _runs_in_process() -> bool:
@@ -61,60 +62,58 @@ def _runs_in_process() -> bool:
 def resolve(
     args: EngineArgs,
     usage_context: UsageContext,
-    process: EngineCoreProcess | None,
+    supervisor: SupervisorThread | None,
     report: StartupReport,
 ) -> EngineConfig:
-    """The configuration of `args`; ends `process` if it cannot work."""
+    """The configuration of `args`; ends `supervisor` if it cannot work."""
     began = time.time()
     try:
         config = args.create_engine_config(usage_context)
     except BaseException:
-        if process is not None:
-            process.kill()
+        if supervisor is not None:
+            supervisor.close()
         raise
     report.add_overlapped("resolve model", began)
     return config
 
 
 def start_blocking(
-    config: EngineConfig, process: EngineCoreProcess | None, report: StartupReport
+    config: EngineConfig, supervisor: SupervisorThread | None, report: StartupReport
 ) -> tuple[Renderer, Client]:
     """Wait until the engine core is ready, and load the tokenizer meanwhile.
 
     Raises the HeadraceError that says why it cannot start; everything started has ended then.
     """
-    if process is None:
+    if supervisor is None:
         began = time.time()
         renderer = load_renderer(config, report)
         inproc = InprocClient(config, log_phase)
         _finish(config, renderer, inproc.ready, report, began)
         return renderer, inproc
     with ExitStack() as undo:
-        undo.callback(process.kill)
-        client = SyncClient(process)
+        undo.callback(supervisor.close)
+        client = SyncClient(supervisor)
         undo.callback(client.close)
         client.send_config(config)
         renderer = load_renderer(config, report)
         client.wait_ready(log_phase)
-        _finish(config, renderer, client.ready, report, process.started)
+        _finish(config, renderer, client.ready, report, supervisor.started)
         undo.pop_all()
     return renderer, client
 
 
 async def start_async(
-    config: EngineConfig,
-    process: EngineCoreProcess,
-    client: AsyncClient,
-    report: StartupReport,
-    allows_callables: bool,
+    config: EngineConfig, started: float, client: AsyncClient, report: StartupReport
 ) -> Renderer:
-    """`start_blocking` for a client that is attached to the running event loop; ends nothing."""
+    """`start_blocking` for a client that is attached to the running event loop; ends nothing.
+
+    `started`: when the engine core's process was, seconds since the epoch.
+    """
 
     async def wait_ready() -> float:
         await client.wait_ready(log_phase)
         return time.time()
 
-    client.send_config(config, allows_callables)
     loading = asyncio.create_task(asyncio.to_thread(load_renderer, config, report))
     waiting = asyncio.create_task(wait_ready())
     try:  # whichever fails first: a large model must not load for a broken tokenizer
@@ -123,7 +122,7 @@ async def start_async(
         loading.cancel()
         waiting.cancel()
         raise
-    _finish(config, renderer, client.ready, report, process.started, core_ready)
+    _finish(config, renderer, client.ready, report, started, core_ready)
     return renderer
 
 
@@ -135,6 +134,9 @@ def _finish(
     spawned: float,
     core_ready: float | None = None,
 ) -> None:
+    if not report.starts_core:
+        logger.info("front end ready after %.2f s", time.time() - report.began)
+        return
     report.finish(spawned, ready.phases, core_ready or time.time())
     log_model_facts(config.model_config, renderer.tokenizer)
     logger.info("%s", memory_table(ready.memory))

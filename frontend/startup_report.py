@@ -13,9 +13,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StartupReport:
-    """Collects phases. `began` is when the clock started (seconds since the epoch)."""
+    """Collects phases. `began` is when the clock started (seconds since the epoch).
+
+    `starts_core`: whether the engine core starts with this front end; else it was there before.
+    """
 
     began: float
+    starts_core: bool = True
     critical: dict[str, float] = field(default_factory=dict)  # phase -> seconds, in order
     overlapped: dict[str, float] = field(default_factory=dict)
     total: float = 0.0

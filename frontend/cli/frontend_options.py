@@ -102,6 +102,9 @@ class FrontendOptions:
         "seconds that running requests may take to finish after SIGTERM or SIGINT; 0: none",
         minimum=0, flags=["--drain-timeout"],
     )  # fmt: skip
+    api_server_count: int = _option(
+        1, "processes that answer HTTP, on one port; each has its own metrics", minimum=1
+    )
     strict: bool = _option(
         False, "refuse unknown request fields, and listening to others without an API key"
     )

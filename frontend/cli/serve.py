@@ -1,18 +1,21 @@
 """`headrace serve`: the OpenAI-compatible HTTP server."""
 
 import argparse
+import dataclasses
 import logging
 import os
+import sys
 from typing import Any
 
 from headrace.configs.engine_args import AsyncEngineArgs
 from headrace.configs.environment import API_KEY, read
 from headrace.configs.options import add_options
 from headrace.configs.process_times import process_creation_time
-from headrace.engine_core.supervisor import EngineCoreProcess
 from headrace.frontend.cli.engine_options import add_model_argument, engine_args_of, log_to_stderr
 from headrace.frontend.cli.frontend_options import FrontendOptions
+from headrace.frontend.http.api_server import ApiServerSetup
 from headrace.frontend.http.listener import listening
+from headrace.frontend.http.server_supervisor import ServerSupervisor
 
 EXAMPLES = """examples:
   headrace serve
@@ -37,25 +40,27 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Bind the port, start the engine, serve. Raises HeadraceError."""
+    """Bind the port, start engine core and API servers, watch them. Raises HeadraceError."""
     began = process_creation_time(os.getpid())
     log_to_stderr(logging.INFO, args.log_level)
     engine_args = engine_args_of(args, AsyncEngineArgs)
     options = FrontendOptions.from_cli_args(args).server_options(
         read(API_KEY, os.environ), logs_requests=engine_args.logs_requests
     )
-    _set_http_log(args.uvicorn_log_level, options.access_log)
+    http_log_level = logging.getLevelNamesMapping()[args.uvicorn_log_level.upper()]
+    setup = ApiServerSetup(
+        client_id="",
+        options=options,
+        engine_args={
+            field.name: getattr(engine_args, field.name)
+            for field in dataclasses.fields(engine_args)
+        },
+        began=began,
+        core_started=0.0,
+        sys_path=sys.path,
+        log_level=logging.getLogger("headrace").getEffectiveLevel(),
+        http_log_level=http_log_level,
+        access_log_level=logging.INFO if options.access_log else http_log_level,
+    )
     with listening(options) as listener:
-        process = EngineCoreProcess()  # imports torch while the rest is imported here
-        from headrace.frontend.async_engine import AsyncEngine
-        from headrace.frontend.startup_report import StartupReport
-
-        engine = AsyncEngine(engine_args, StartupReport(began), process)
-        from headrace.frontend.http.server import serve
-
-        return serve(engine, options, listener)
-
-
-def _set_http_log(level: str, access_log: bool) -> None:
-    logging.getLogger("uvicorn").setLevel(level.upper())
-    logging.getLogger("uvicorn.access").setLevel("INFO" if access_log else level.upper())
+        return ServerSupervisor(setup, listener, args.api_server_count).serve()

@@ -56,6 +56,11 @@ class ServingEngine(Protocol):
     @property
     def num_requests(self) -> int: ...
     @property
+    def is_up(self) -> bool:
+        """Whether an engine core is there now; while it is restarted, requests wait for it."""
+        ...
+
+    @property
     def stat_loggers(self) -> Mapping[str, StatLoggerBase]:
         """By name; "prometheus" holds the engine's metrics, unless statistics are off."""
         ...

@@ -60,16 +60,23 @@ class HealthRoutes:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        """200 while requests are taken; 503 with the reason otherwise."""
+        """200 while requests run; 503 with the reason otherwise.
+
+        While the engine core is restarted, requests are taken, and wait: better sent elsewhere.
+        """
         try:
             self._state.check_ready()
+            self._state.check_up()
         except HeadraceError as error:
             return error_response(error)
         return Response()
 
     async def progress(self, request: Request) -> Response:
         """Last step, seconds since it, running and waiting: tells a stall from a long prefill."""
-        return json_response({"status": self._state.status, **self._state.engine.progress()})
+        status: str = self._state.status
+        if status == "ready" and not self._state.engine.is_up:
+            status = "restarting"
+        return json_response({"status": status, **self._state.engine.progress()})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": package_version()})

@@ -38,3 +38,8 @@ class ServerState:
             raise going_down()
         if status == "dead":
             raise EngineDeadError("the engine has ended; try again on another server")
+
+    def check_up(self) -> None:
+        """Raises EngineNotReadyError while the engine core is being restarted."""
+        if not self.engine.is_up:
+            raise EngineNotReadyError("the engine core is being restarted; try again in a moment")

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from headrace.configs.sampling_params import SamplingParams
+from headrace.engine_core.control_messages import ClientGone
 from headrace.engine_core.core import EngineCore
 from headrace.engine_core.messages import (
     ChoiceState,
@@ -11,8 +14,9 @@ from headrace.engine_core.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineStats,
+    Join,
 )
-from headrace.engine_core.server import EngineCoreServer, SocketThread
+from headrace.engine_core.server import SUPERVISOR, EngineCoreServer, SocketThread, Supervisor
 
 
 class RecordingCore:
@@ -55,7 +59,10 @@ def make_request(name: str, *indexes: int) -> EngineCoreRequest:
 
 def make_server() -> tuple[EngineCoreServer, RecordingCore, RecordingSockets]:
     core, sockets = RecordingCore(), RecordingSockets()
-    server = EngineCoreServer(cast(EngineCore, core), cast(SocketThread, sockets), b"first")
+    server = EngineCoreServer(
+        cast(EngineCore, core), cast(SocketThread, sockets), cast(Supervisor, None)
+    )
+    server._handle(b"first", Join())
     return server, core, sockets
 
 
@@ -89,10 +96,13 @@ def test_a_choice_named_twice_is_answered_once() -> None:
     assert len(message.outputs) == 1
 
 
-def test_a_client_that_is_gone_is_forgotten_and_its_requests_end() -> None:
+@pytest.mark.parametrize("by", ["socket", "supervisor"])
+def test_a_client_that_is_gone_is_forgotten_and_its_requests_end(by: str) -> None:
     server, core, sockets = make_server()
     server._handle(b"first", make_request("a", 0))
     server._handle(b"second", make_request("b", 0, 1))
+    if by == "supervisor":
+        server._handle(SUPERVISOR, ClientGone("second"))
     server._handle(b"second", None)
     server._handle(b"second", None)  # for each message that could not be sent
     assert core.aborted == ["b"] and server._clients == {b"first"}

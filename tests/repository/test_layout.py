@@ -23,6 +23,8 @@ MAY_IMPORT = {
         "headrace.engine_core.messages",
         "headrace.engine_core.client",
         "headrace.engine_core.supervisor",
+        "headrace.engine_core.control_messages",
+        "headrace.executors.child_process",  # `serve` starts API servers, too
         "headrace.workers.protocol",  # the wire types that messages are made of
     ),
 }
