@@ -1,6 +1,7 @@
 """Both clients against a scripted supervisor and engine core: calls, timeouts, losses, loops."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,12 +150,15 @@ def test_sync_a_loss_for_good_is_an_error_after_the_last_words(core: ScriptedCor
 def test_sync_calls_are_not_repeated_but_wait(core: ScriptedCore) -> None:
     client = sync_client(core)
     core.send(outputs_of(0))  # of nobody
-    core.die()
+    death = threading.Timer(0.1, core.die)
+    death.start()
     with pytest.raises(CallLostError, match="stats"):
         client.call("stats")
+    death.join()
     with pytest.raises(TimeoutError):
         client.call("stats", timeout=0.05)
     core.come_up()
+    client.check_alive()  # it connects
     core.send(UtilityResult(3, 1))
     assert client.call("stats", timeout=5) == 1
     assert core.take() == UtilityCall(3, "stats")
