@@ -87,11 +87,14 @@ class StepPlanner:
         `subject`: with that choice removed, it can be called again.
         """
         self.subject = None
-        if self._alone is not None or len(self._suspects):
-            plan = self._plan_alone(num_in_flight)
-            if plan is not None:
-                return plan
-        return self._plan_together()
+        if self._alone is None and not len(self._suspects):
+            return self._plan_together()
+        plan = self._plan_alone(num_in_flight)
+        if plan is None:
+            plan = self._plan_together()
+            if not plan.counts and not num_in_flight:  # nobody else can run now
+                plan = self._plan_alone(0) or plan
+        return plan
 
     def _plan_alone(self, num_in_flight: int) -> StepPlan | None:
         """A step of one suspect and nothing else, every other time; None: an ordinary step now.

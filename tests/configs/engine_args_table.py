@@ -64,11 +64,16 @@ OBSERVABILITY: dict[str, Any] = {
     "show_hidden_metrics_for_version": None, "otlp_traces_endpoint": None,
     "collect_detailed_traces": None, "disable_log_stats": False,
 }  # fmt: skip
+RECOVERY: dict[str, Any] = {  # ours
+    "max_restarts": 10, "restart_window": 600.0, "step_timeout": 300.0,
+    "allow_replay_after_rpc": False,
+}  # fmt: skip
 GROUPS: dict[str, dict[str, Any]] = {
     "ModelConfig": MODEL,
     "LoadConfig": LOAD,
     "DecodingConfig": DECODING,
     "ParallelConfig": PARALLEL,
+    "RecoveryConfig": RECOVERY,
     "CacheConfig": CACHE,
     "MultiModalConfig": MULTIMODAL,
     "LoRAConfig": LORA,

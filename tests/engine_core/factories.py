@@ -315,6 +315,8 @@ class Engine:
         ] = {}  # of prompt tokens, from the second on
         self.first_scheduled: dict[ChoiceId, float] = {}
         self.num_steps = 0
+        self.alone_until: dict[ChoiceId, int] = {}  # of suspects
+        self.num_alone_steps = 0
 
     @property
     def max_total(self) -> int:
@@ -326,6 +328,7 @@ class Engine:
         for choice in request.choices:
             choice_id = ChoiceId(request.request_id, choice.index)
             self.tokens[choice_id] = list(choice.output_token_ids)
+            self.alone_until[choice_id] = choice.runs_alone_until
             self.scores[choice_id] = [
                 prompt_score(request.prompt_token_ids, position)
                 for position in range(1, request.num_prompt_logprobs_received)
@@ -341,8 +344,17 @@ class Engine:
         assert sum(step.num_scheduled_tokens.values()) <= limits.max_num_batched_tokens
         assert len(step.num_scheduled_tokens) <= limits.max_num_seqs
         assert self.scheduler.stats().num_running <= limits.max_num_seqs
+        self._check_alone(step)
         self.in_flight.append((step, self.step_worker.execute(step)))
         return step
+
+    def _check_alone(self, step: SchedulerOutput) -> None:
+        """A suspect has the step, and the workers, for itself until it is past its point."""
+        for data in (*step.new_requests, *step.cached_requests):
+            if data.num_computed_tokens < self.alone_until.get(data.choice_id, 0):
+                assert len(step.num_scheduled_tokens) == 1
+                assert not any(other.num_scheduled_tokens for other, _ in self.in_flight)
+                self.num_alone_steps += 1
 
     def deliver(self) -> list[EngineCoreOutput]:
         """The oldest result reaches the scheduler."""

@@ -174,3 +174,41 @@ def test_a_fault_of_a_victim_does_not_lose_whom_it_makes_room_for() -> None:
                 else:
                     engine.assert_output(request, choice.index)
     assert 0 < num_failed < 20
+
+
+def test_suspects_have_steps_of_their_own_in_turn_with_the_others() -> None:
+    engine = FakeEngine(num_blocks=40, max_num_seqs=4)
+    suspects = [make_request(f"s{i}", [7, i, 3], max_tokens=6, ignore_eos=True) for i in (0, 1)]
+    others = [make_request(f"o{i}", [8, i], max_tokens=12, ignore_eos=True) for i in (0, 1)]
+    for suspect in suspects:
+        suspect.choices[0].runs_alone_until = 5
+    for request in (*suspects, *others):
+        engine.add(request)
+    sizes = []
+    for _ in range(12):
+        step = engine.schedule()
+        assert step is not None
+        sizes.append(len(step.num_scheduled_tokens))
+        engine.deliver()
+    # Three steps each (the prompt, two tokens), every other one; then they join the others.
+    assert sizes == [1, 2, 1, 2, 1, 3, 1, 3, 1, 3, 1, 4]
+    engine.drain()
+    engine.assert_idle()
+    for request in (*suspects, *others):
+        engine.assert_output(request)
+    assert engine.num_alone_steps == 6
+
+
+def test_a_suspect_gets_room_and_place_whatever_runs() -> None:
+    engine = FakeEngine(num_blocks=6, max_num_seqs=1)
+    other = make_request("o", [5] * 8, max_tokens=12, ignore_eos=True)
+    suspect = make_request("s", [6] * 12, max_tokens=4, ignore_eos=True)
+    suspect.choices[0].runs_alone_until = 14
+    engine.add(other)
+    engine.step()
+    engine.add(suspect)
+    engine.drain()
+    engine.assert_idle()
+    assert engine.num_alone_steps == 3
+    for request in (other, suspect):
+        engine.assert_output(request)

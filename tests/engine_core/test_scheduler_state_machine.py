@@ -58,10 +58,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([[], [], [3, 4]]),
         accepted=st.sampled_from([0, 0, 0, 1, 3]),
         scores=st.sampled_from([None, None, 0, 2]),
+        alone=st.sampled_from([0, 0, 0, 2, 9, 15]),
     )
     def add(
         self, prefix: list[int], tail: list[int], n: int, max_tokens: int, min_tokens: int,
         priority: int, salt: str | None, stop: list[int], accepted: int, scores: int | None,
+        alone: int,
     ) -> None:  # fmt: skip
         assert self.engine is not None
         request_id = str(len(self.requests))
@@ -79,6 +81,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if scores is not None:
                 options["num_prompt_logprobs_received"] = len(prefix + tail)
             request = make_request(request_id, prefix + tail, outputs=[known], **options)
+        for choice in request.choices:
+            choice.runs_alone_until = alone
         self.requests[request_id] = request
         self.engine.add(request)
 

@@ -49,8 +49,8 @@ def shared_memory() -> set[str]:
 class Server(ServerProcess):
     """A server that can be brought into a phase, and what its clients saw."""
 
-    def __init__(self, model: Path, temp: Path) -> None:
-        super().__init__(model, temp)
+    def __init__(self, model: Path, temp: Path, *options: str) -> None:
+        super().__init__(model, temp, *options)
         self.events: list[str] = []
 
     def enter(self, phase: str) -> threading.Thread | None:
@@ -87,7 +87,7 @@ class Server(ServerProcess):
             self.events.append(repr(error))
 
 
-StartServer = Callable[[], Server]
+StartServer = Callable[..., Server]
 
 
 @pytest.fixture
@@ -95,8 +95,8 @@ def start_server(smollm2_gguf: Path, tmp_path: Path) -> Iterator[StartServer]:
     """Starts servers on the real model; kills what a failed test leaves."""
     servers: list[Server] = []
 
-    def start() -> Server:
-        servers.append(Server(smollm2_gguf, tmp_path))
+    def start(*options: str) -> Server:
+        servers.append(Server(smollm2_gguf, tmp_path, *options))
         return servers[-1]
 
     yield start
@@ -150,11 +150,11 @@ def test_server(
 
 
 @pytest.mark.parametrize(("number", "phase"), CASES, ids=IDS)
-def test_engine_core(
+def test_engine_core_that_is_not_restarted(
     start_server: StartServer, tmp_path: Path, number: signal.Signals, phase: str
 ) -> None:
     shm = shared_memory()
-    server = start_server()
+    server = start_server("--max-restarts", "0")
     reader = server.enter(phase)
     server.core.send_signal(number)
     assert assert_all_gone(server.process, server.children, tmp_path, shm) == 1

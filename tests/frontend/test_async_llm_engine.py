@@ -8,9 +8,11 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from headrace import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
@@ -25,7 +27,7 @@ from headrace.configs.errors import (
 )
 from headrace.engine.async_llm_engine import AsyncEngineDeadError
 from headrace.engine_core.client import AsyncClient
-from headrace.engine_core.supervisor import EngineCoreProcess
+from headrace.engine_core.supervisor import SupervisorThread
 from headrace.frontend.async_engine import AsyncEngine
 from headrace.frontend.stats import StatLoggerBase, Stats
 from headrace.sampling_params import RequestOutputKind
@@ -335,8 +337,15 @@ def test_a_recorded_error_ends_everything(tiny_model: Path) -> None:
     engine.close()
 
 
+def children() -> set[int]:
+    """Processes that this one has started and that run."""
+    return {child.pid for child in psutil.Process().children()}
+
+
 def test_a_dead_engine_core_and_a_collected_engine(tiny_model: Path) -> None:
-    """Every open stream gets the error; when the object goes, all that belongs to it goes."""
+    """Where no other may come, every open stream gets the error; when the object goes, all that
+    belongs to it goes.
+    """
 
     async def until_killed(engine: AsyncLLMEngine) -> int:
         streams = [
@@ -369,7 +378,7 @@ def test_a_dead_engine_core_and_a_collected_engine(tiny_model: Path) -> None:
 
     args = AsyncEngineArgs(str(tiny_model), enable_log_requests=True, **ENGINE_ARGUMENTS)
     config = args.create_engine_config()
-    dying = AsyncLLMEngine.from_engine_args(args)
+    dying = AsyncLLMEngine.from_engine_args(replace(args, max_restarts=0))
     assert dying.log_requests
     asyncio.run(until_killed(dying))
     dying.close()
@@ -398,17 +407,18 @@ def test_ctrl_c_during_the_start(tiny_model: Path) -> None:
         raise KeyboardInterrupt
 
     config = AsyncEngineArgs(str(tiny_model), **ENGINE_ARGUMENTS).create_engine_config()
-    process = EngineCoreProcess()
+    running = children()
+    supervisor = SupervisorThread()
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)  # the engine core still imports torch then
         with pytest.raises(KeyboardInterrupt):
-            AsyncLLMEngine(config, process=process)
+            AsyncLLMEngine(config, supervisor=supervisor)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert "engine-start" not in [thread.name for thread in threading.enumerate()]
-    assert process.exit_code is not None
+    assert children() == running
 
 
 def test_a_broken_tokenizer_ends_the_start(
@@ -424,17 +434,18 @@ def test_a_broken_tokenizer_ends_the_start(
 
     monkeypatch.setattr(AsyncClient, "wait_ready", never)
     monkeypatch.setattr("headrace.frontend.start_engine.load_renderer", broken)
-    process = EngineCoreProcess()
+    running = children()
+    supervisor = SupervisorThread()
     args = AsyncEngineArgs(str(tiny_model), **ENGINE_ARGUMENTS)
 
     async def go() -> None:
-        engine = AsyncEngine(args, process=process)
+        engine = AsyncEngine(args, supervisor=supervisor)
         for _ in range(2):  # the second time, it has been stopped
             with pytest.raises(HeadraceError):
                 await asyncio.wait_for(engine.start(), 20)
 
     asyncio.run(go())
-    assert process.exit_code is not None
+    assert children() == running
 
 
 def test_event_loops(tiny_model: Path) -> None:

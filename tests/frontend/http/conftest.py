@@ -153,6 +153,7 @@ class ScriptedEngine:
         self.seen: list[tuple[SamplingParams, dict[str, Any], RenderedPrompt]] = []
         self.num_aborted = 0
         self.num_requests = 0
+        self.is_up = True
         self._running: dict[OutputStream, asyncio.Task[None]] = {}
         self.last_logprob = -0.5
         self.start_gate: asyncio.Event | None = None
