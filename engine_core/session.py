@@ -108,7 +108,11 @@ class Session:
     def take(self, frames: list[bytes]) -> FromCore | None:
         """What is new in a message of the engine core; None if nothing is."""
         assert self.connection is not None
-        message = self.connection.decode(frames)
+        try:
+            message = self.connection.decode(frames)
+        except EngineDeadError as error:  # of another version: nothing it says can be read
+            self._end(error)
+            return None
         if isinstance(message, EngineCoreOutputs):
             accepted = map(self.ledger.accept, message.outputs)
             message.outputs = [output for output in accepted if output is not None]

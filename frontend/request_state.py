@@ -2,7 +2,6 @@
 
 import math
 
-from headrace.configs.errors import RequestFailedError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.engine_core.messages import EngineCoreOutput, EngineCoreRequest
 from headrace.frontend.completion_view import ChoiceContent, CompletionView
@@ -35,16 +34,13 @@ class Choice:
         self._sent = self.content.size()
 
     def push(self, output: EngineCoreOutput) -> tuple[int, bool]:
-        """Take an output's tokens.
+        """Take an output's tokens, all of which are new: the client's ledger sees to that.
 
         Returns how many were new, and whether a stop string ended the choice before the core did.
         """
         known = self.content.token_ids
         num_before = len(known)
-        if output.start == num_before:
-            tokens, logprobs = output.new_token_ids, output.logprobs
-        else:
-            tokens, logprobs = _unseen(output, known)
+        tokens, logprobs = output.new_token_ids, output.logprobs
         hides_last = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         for i, token in enumerate(tokens):
@@ -158,14 +154,9 @@ class RequestState:
         if output.num_cached_tokens > self._num_cached_tokens:
             self._num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
-            known = self._prompt_logprobs
-            overlap = len(known) - output.prompt_logprobs_start
-            if overlap < 0:
-                raise RequestFailedError(
-                    f"request {self.request.request_id}: scores of prompt tokens from "
-                    f"{output.prompt_logprobs_start} arrived, {len(known)} was next"
-                )
-            known += [logprob_dict(e, self._tokenizer) for e in output.prompt_logprobs[overlap:]]
+            self._prompt_logprobs += [
+                logprob_dict(entry, self._tokenizer) for entry in output.prompt_logprobs
+            ]
 
     def _note_tokens(self, choice: Choice, num_new: int, iteration: IterationStats) -> None:
         metrics, now = self.metrics, iteration.now
@@ -245,18 +236,3 @@ def logprob_dict(entry: TokenLogprobs, tokenizer: TokenTable | None) -> dict[int
 
 def _rank_key(cumulative_logprob: float) -> float:
     return math.inf if math.isnan(cumulative_logprob) else -cumulative_logprob
-
-
-def _unseen(
-    output: EngineCoreOutput, known: list[int]
-) -> tuple[list[int], list[TokenLogprobs] | None]:
-    """The tokens of `output` that are new: exactly once, whatever is sent twice (recovery)."""
-    overlap = len(known) - output.start
-    if overlap < 0:
-        raise RequestFailedError(
-            f"request {output.request_id}: output {output.start} arrived, {len(known)} was next"
-        )
-    if overlap and known[output.start :] != output.new_token_ids[:overlap]:
-        raise RequestFailedError(f"request {output.request_id}: a repeated output differs")
-    logprobs = output.logprobs
-    return output.new_token_ids[overlap:], None if logprobs is None else logprobs[overlap:]

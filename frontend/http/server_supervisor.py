@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LONG_LIFE_S = 10.0  # an API server that lived that long is replaced at once
 MAX_SHORT_LIVES = 10  # in a row, before everything ends
-END_TIMEOUT_S = 4.0  # for API servers to end when no engine core will come any more
+END_TIMEOUT_S = 4.0  # for API servers to end by themselves, beside the time for a drain
 
 
 class ApiServer:
@@ -131,7 +131,11 @@ class ServerSupervisor(Supervisor):
 
     def _pass_signal(self, number: int) -> None:
         """Have every API server finish what runs; again: end it at once."""
+        limit_s = END_TIMEOUT_S + (
+            0.0 if self._is_draining else self._setup.options.shutdown_timeout
+        )
         self._is_draining = True
+        self.later(limit_s, self._kill_api_servers)  # they end by themselves, unless they hang
         for process in self._running():
             process.send_signal(number)
         self._stop_after_api_servers()

@@ -44,5 +44,5 @@ class StartsOnce(SlowWorker):
 
 
 def name_of(worker: type[Worker]) -> str:
-    """For `worker_cls`."""
-    return f"{worker.__module__}.{worker.__qualname__}"
+    """For `worker_cls`, of a process that has this file's folder in its `sys.path`."""
+    return f"{Path(__file__).stem}.{worker.__qualname__}"

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,15 @@ KINDS: dict[str, tuple[list[int], SamplingParams]] = {
     "penalties": ([256, 14, 24], params(repetition_penalty=1.4, presence_penalty=0.5, min_p=0.01)),
     "best": ([256, 15, 25], params(n=1, best_of=3, max_tokens=30)),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable_workers() -> Iterator[None]:
+    """Engine cores get this process's `sys.path`."""
+    folder = str(Path(__file__).parent)
+    sys.path.append(folder)
+    yield
+    sys.path.remove(folder)
 
 
 @pytest.fixture(scope="module")

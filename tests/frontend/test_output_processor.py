@@ -21,7 +21,6 @@ def run(
     cuts: list[int],
     params: SamplingParams,
     finish: str = "length",
-    repeat: bool = False,
 ) -> tuple[RequestOutput, list[str], list[int]]:
     """Feed `tokens` in steps; returns merged deltas, the deltas' texts, aborted choices."""
     processor = OutputProcessor(table)
@@ -33,10 +32,9 @@ def run(
     aborts: list[int] = []
     bounds = [0, *sorted(set(cuts)), len(tokens)]
     for low, high in itertools.pairwise(bounds):
-        start = max(0, low - 1) if repeat else low
         last = high == len(tokens)
         output = EngineCoreOutput(
-            "r", 0, start, tokens[start:high], finish_reason=finish if last else None
+            "r", 0, low, tokens[low:high], finish_reason=finish if last else None
         )
         for result in processor.process(step([output])).results.values():
             aborts += result.aborts
@@ -138,7 +136,7 @@ def test_any_cutting_gives_the_same_text(
     whole, _, _ = run(table, tokens, [], params())
     cuts = data.draw(st.lists(st.integers(1, max(1, len(tokens) - 1)), max_size=8))
     cuts = [cut for cut in cuts if cut < len(tokens)]
-    merged, _, _ = run(table, tokens, cuts, params(), repeat=data.draw(st.booleans()))
+    merged, _, _ = run(table, tokens, cuts, params())
     assert merged.outputs == whole.outputs
     if not stops:
         text = b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
@@ -205,21 +203,6 @@ def test_failure_ends_the_request_and_aborts_siblings() -> None:
     assert result.aborts == [1]
     assert len(processor) == 0
     assert processor.process(step([EngineCoreOutput("r", 1, 0, [0])])).results == {}
-
-
-def test_a_gap_or_a_changed_repeat_fails_only_that_request() -> None:
-    table = ByteTable([b"a", b"b"])
-    for start, tokens in ((2, [0]), (0, [1])):
-        processor = OutputProcessor(table)
-        for name in ("r", "s"):
-            request = EngineCoreRequest(name, [1], SamplingParams(), None, 0.0, [ChoiceState(0)])
-            processor.add(request, name, None, RequestOutputKind.DELTA)
-        processor.process(step([EngineCoreOutput("r", 0, 0, [0])]))
-        results = processor.process(
-            step([EngineCoreOutput("r", 0, start, tokens), EngineCoreOutput("s", 0, 0, [0])])
-        ).results
-        assert results["r"].failure is not None
-        assert results["s"].output is not None
 
 
 def test_a_fault_in_one_request_ends_that_one_alone() -> None:

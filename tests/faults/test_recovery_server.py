@@ -1,0 +1,239 @@
+"""A server whose engine core or API server dies: streams go on, or end with a typed error."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server_process import ServerProcess, run_directories, wait_until
+from tests.e2e.tiny_model import save_tiny_model
+from tests.faults.faulty_workers import MARKER, POISON, PoisonedWorker, StartsOnce, name_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SMALL = ("--dtype", "float32", "--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "128",
+         "--max-num-seqs", "8")  # fmt: skip
+StartServer = Callable[..., ServerProcess]
+# What differs between two answers to the same request.
+PER_ANSWER = ("id", "created", "request_id")
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def start_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartServer]:
+    """Starts servers that can import the faulty workers; kills what a failed test leaves."""
+    servers: list[ServerProcess] = []
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+    def start(model: Path, *options: str) -> ServerProcess:
+        servers.append(ServerProcess(model, tmp_path, *options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def bodies(max_tokens: int) -> list[dict[str, Any]]:
+    """Requests of all kinds, as streams and whole."""
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "seed": 7}
+    return [
+        {**common, "prompt": "Once upon a time", "stream": True},
+        {**common, "prompt": "The sea", "temperature": 1.0, "stream": True, "logprobs": 2},
+        {**common, "prompt": "A list:", "temperature": 1.0, "n": 2, "stream": True,
+         "stream_options": {"include_usage": True}},
+        {**common, "prompt": "Water", "temperature": 1.0, "stop": [" the", "zq"], "logprobs": 1},
+        {**common, "prompt": "It was a dark and stormy night", "prompt_logprobs": 1},
+    ]  # fmt: skip
+
+
+def content(answer: httpx.Response) -> Any:
+    """What an answer says: of a stream, what its choices say in all."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return {k: v for k, v in answer.json().items() if k not in PER_ANSWER}
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    choices: dict[int, list[Any]] = {}
+    usage = None
+    for event in map(json.loads, lines):
+        assert "error" not in event, event
+        usage = event.get("usage") or usage
+        for part in event["choices"]:
+            choice = choices.setdefault(part["index"], ["", None, [], []])
+            choice[0] += part["text"]
+            choice[1] = part["finish_reason"] or choice[1]
+            if part.get("logprobs"):
+                choice[2] += part["logprobs"]["tokens"]
+                choice[3] += part["logprobs"]["token_logprobs"]
+    return choices, usage
+
+
+def begin(
+    server: ServerProcess, pool: ThreadPoolExecutor, requests: list[dict[str, Any]], steps: int
+) -> list[Future[httpx.Response]]:
+    """The answers to come, some steps after the engine core has begun with the requests."""
+    before = server.steps()
+    answers = [pool.submit(server.complete, **body) for body in requests]
+    wait_until(lambda: server.steps() >= before + steps, 30, f"{steps} steps")
+    return answers
+
+
+def status_of(server: ServerProcess) -> str:
+    return str(server.get("/health/progress").json()["status"])
+
+
+def new_core(server: ServerProcess) -> psutil.Process:
+    """The engine core of now."""
+    (core,) = (
+        child
+        for child in psutil.Process(server.process.pid).children()
+        if "headrace.engine_core" in child.cmdline()
+    )
+    return core
+
+
+def assert_nothing_is_left(server: ServerProcess, temp: Path) -> None:
+    server.process.send_signal(signal.SIGTERM)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert server.process.wait(10) == 0
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert run_directories(temp) == []
+
+
+def test_answers_go_on_as_if_nothing_had_happened(
+    start_server: StartServer, pool: ThreadPoolExecutor, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    """SmolLM2 with the native kernels; the second kill meets the replay."""
+    server = start_server(smollm2_gguf, "--max-restarts", "1000")
+    undisturbed = [content(server.complete(**body)) for body in bodies(80)]
+    answers = begin(server, pool, bodies(80), 25)
+    first = new_core(server)
+    first.kill()
+    wait_until(lambda: server.get("/health/ready").status_code == 503, 10, "not ready")
+    assert server.get("/health/live").status_code == 200 and status_of(server) == "restarting"
+    late = pool.submit(server.complete, **bodies(80)[0])  # it is taken, and waits
+    wait_until(server.is_ready, 30, "the next engine core is there")
+    new_core(server).kill()
+    assert [content(answer.result(60)) for answer in answers] == undisturbed
+    assert content(late.result(60)) == undisturbed[0]
+    metrics = server.metrics()
+    assert metrics["engine_restarts_total"] == 2 and metrics["recovery_seconds_total"] > 0
+    assert metrics["replayed_requests_total"] >= 5
+    assert metrics["num_free_blocks"] == metrics["num_blocks"]
+    log = server.log.read_text()
+    assert log.count("killed by SIGKILL") == 2 and log.count("engine core recovered") == 2
+    assert new_core(server).pid not in (first.pid, server.process.pid)
+    assert_nothing_is_left(server, tmp_path)
+
+
+def test_a_killed_api_server_loses_its_own_connections_only(
+    start_server: StartServer, pool: ThreadPoolExecutor, tiny_model: Path, tmp_path: Path
+) -> None:
+    worker = ("--worker-cls", name_of(PoisonedWorker))
+    server = start_server(tiny_model, *SMALL, *worker)
+    core = new_core(server)
+    answers = begin(server, pool, [{"prompt": [1, 2, 3], "max_tokens": 100}] * 3, 3)
+    (api_server,) = (
+        child
+        for child in psutil.Process(server.process.pid).children()
+        if "headrace.frontend.http.api_server" in child.cmdline()
+    )
+    api_server.kill()
+    for answer in answers:
+        with pytest.raises(httpx.TransportError):
+            answer.result(10)
+    wait_until(server.is_ready, 30, "the next API server is there")
+    assert server.complete(prompt=[1, 2], max_tokens=2).status_code == 200
+    gauges = server.gauges()  # as the engine core told with the last step
+    assert gauges["num_engine_requests"] == gauges["num_requests_running"] == 0
+    assert gauges["num_free_blocks"] == server.metrics()["num_blocks"]
+    assert new_core(server).pid == core.pid
+    assert_nothing_is_left(server, tmp_path)
+
+
+def test_several_api_servers(
+    start_server: StartServer, pool: ThreadPoolExecutor, tiny_model: Path, tmp_path: Path
+) -> None:
+    server = start_server(tiny_model, *SMALL, "--api-server-count", "2")
+    requests = [{"prompt": [1, 2, 3 + i], "max_tokens": 20} for i in range(12)]
+    undisturbed = [content(server.complete(**body)) for body in requests]
+    answers = [pool.submit(server.complete, **body) for body in requests]
+    new_core(server).kill()
+    assert [content(answer.result(30)) for answer in answers] == undisturbed
+    assert_nothing_is_left(server, tmp_path)
+
+
+def test_a_request_that_kills_the_engine_core_fails_alone(
+    start_server: StartServer, pool: ThreadPoolExecutor, tiny_model: Path
+) -> None:
+    worker = ("--worker-cls", name_of(PoisonedWorker), "--max-restarts", "1")
+    server = start_server(tiny_model, *SMALL, *worker)
+    requests = [{"prompt": [1, 2, 3 + i], "max_tokens": 100} for i in range(3)]
+    undisturbed = [content(server.complete(**body)) for body in requests]
+    answers = begin(server, pool, requests, 5)
+    bad = {"prompt": [1, POISON], "max_tokens": 5}
+    for body in (bad, {**bad, "stream": True}):
+        answer = server.complete(**body)
+        if answer.status_code == 200:
+            events = [line for line in answer.text.splitlines() if line]
+            assert events[-1] == "data: [DONE]"
+            error = json.loads(events[-2].removeprefix("data: "))["error"]
+        else:
+            error = answer.json()["error"]
+        assert error["code"] == 500 and "crashed whenever this request ran" in error["message"]
+    assert [content(answer.result(30)) for answer in answers] == undisturbed
+
+
+def test_restarts_that_fail_end_the_server(
+    start_server: StartServer,
+    pool: ThreadPoolExecutor,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    marker = tmp_path / "marker"
+    monkeypatch.setenv(MARKER, str(marker))
+    worker = ("--worker-cls", name_of(StartsOnce), "--max-restarts", "1")
+    server = start_server(tiny_model, *SMALL, *worker)
+    requests = [{"prompt": [1, 2], "max_tokens": 100, "stream": stream} for stream in (True, False)]
+    answers = begin(server, pool, requests, 5)
+    marker.touch()
+    new_core(server).kill()
+    stream, whole = (answer.result(30) for answer in answers)
+    events = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
+    assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == 503
+    assert whole.status_code == 503 and int(whole.headers["retry-after"]) >= 1
+    assert server.process.wait(10) == 1
+    last_line = server.log.read_text().strip().splitlines()[-1]
+    assert last_line.startswith("headrace: error:") and "SIGKILL" in last_line
+    assert not psutil.wait_procs(server.children, timeout=5)[1]
+    assert run_directories(tmp_path) == []
+
+
+def test_the_end_of_the_first_process_is_the_end_of_all(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    server = start_server(tiny_model, *SMALL, "--api-server-count", "2")
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(5)
+    assert len(server.children) == 3
+    assert not psutil.wait_procs(server.children, timeout=5)[1]
+    wait_until(lambda: not run_directories(tmp_path), 5, "the run directory is gone")
