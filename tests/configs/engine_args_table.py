@@ -64,16 +64,12 @@ OBSERVABILITY: dict[str, Any] = {
     "show_hidden_metrics_for_version": None, "otlp_traces_endpoint": None,
     "collect_detailed_traces": None, "disable_log_stats": False,
 }  # fmt: skip
-RECOVERY: dict[str, Any] = {  # ours
-    "max_restarts": 10, "restart_window": 600.0, "step_timeout": 300.0,
-    "allow_replay_after_rpc": False,
-}  # fmt: skip
 GROUPS: dict[str, dict[str, Any]] = {
     "ModelConfig": MODEL,
     "LoadConfig": LOAD,
     "DecodingConfig": DECODING,
     "ParallelConfig": PARALLEL,
-    "RecoveryConfig": RECOVERY,
+    "RecoveryConfig": {},
     "CacheConfig": CACHE,
     "MultiModalConfig": MULTIMODAL,
     "LoRAConfig": LORA,
@@ -100,6 +96,8 @@ SHORT_FLAGS = {
 }  # fmt: skip
 # Newer fields: name -> default.
 NEWER: dict[str, Any] = {
+    "max_restarts": 10, "restart_window": 600.0, "step_timeout": 300.0,
+    "allow_replay_after_rpc": False,
     "logprobs_mode": "raw_logprobs", "kv_cache_memory_bytes": None, "runner": "auto",
     "convert": "auto", "renderer_num_workers": 1, "max_num_queued_reqs": None,
     "max_num_queued_tokens": None, "structured_outputs_config": {}, "attention_backend": None,

@@ -351,10 +351,13 @@ class Engine:
     def _check_alone(self, step: SchedulerOutput) -> None:
         """A suspect has the step, and the workers, for itself until it is past its point."""
         for data in (*step.new_requests, *step.cached_requests):
-            if data.num_computed_tokens < self.alone_until.get(data.choice_id, 0):
+            before, point = data.num_computed_tokens, self.alone_until.get(data.choice_id, 0)
+            if before < point:
                 assert len(step.num_scheduled_tokens) == 1
                 assert not any(other.num_scheduled_tokens for other, _ in self.in_flight)
                 self.num_alone_steps += 1
+            if before + step.num_scheduled_tokens[data.choice_id] >= point:
+                self.alone_until.pop(data.choice_id, None)  # preempted, it may start again
 
     def deliver(self) -> list[EngineCoreOutput]:
         """The oldest result reaches the scheduler."""

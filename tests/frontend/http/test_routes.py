@@ -297,3 +297,17 @@ def test_shutdown_ends_running_requests(engine):
     assert stream.status_code == 200
     assert "shutting down" in stream.text and stream.text.endswith("data: [DONE]\n\n")
     assert engine.num_requests == 0 and engine.num_aborted == 2
+
+
+def test_while_the_engine_core_is_restarted(call, post, engine):
+    """A load balancer is told; requests that come all the same are taken."""
+    engine.is_up = False
+    for path in ("/health", "/health/ready", "/ping"):
+        answer = call("GET", path)
+        assert answer.status_code == 503 and "restarted" in answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+    assert call("GET", "/health/live").status_code == 200
+    assert call("GET", "/health/progress").json()["status"] == "restarting"
+    assert post("completions", {"prompt": "a"}).status_code == 200
+    engine.is_up = True
+    assert call("GET", "/health/ready").status_code == 200
