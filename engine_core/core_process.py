@@ -56,7 +56,12 @@ class EngineCoreProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it, or the worker that it could not be without, ended; negative: by that signal."""
+        """How it, or the worker that it could not be without, ended; negative: by that signal.
+
+        None if it runs, or if its end was our doing because it did not go on.
+        """
+        if self.kill_reason is not None:
+            return None
         return self.worker_exit_code if self.worker_exit_code is not None else self.own_exit_code
 
     @property

@@ -147,8 +147,8 @@ def test_errors_leave_nothing_behind(
     assert "Paris" in texts(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False))[0]
 
 
-def test_engine_death_is_a_typed_error(smollm2_gguf: Path) -> None:
-    llm = make_llm(smollm2_gguf)
+def test_engine_death_for_good_is_a_typed_error(smollm2_gguf: Path) -> None:
+    llm = make_llm(smollm2_gguf, max_restarts=0)
     os.kill(llm.llm_engine._client.ready.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)

@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[list[int], SamplingParams]] = {
     "greedy": ([256, 10, 20, 30], params(temperature=0)),
     "random": ([256, 11, 21], params(logprobs=2)),
     "choices": ([256, 12, 22], params(n=3, logprobs=1)),
-    "scores": ([256, *range(40, 110)], params(prompt_logprobs=1, max_tokens=40)),
+    "scores": ([256, *range(120, 190)], params(prompt_logprobs=1, max_tokens=40)),
     "stops": ([256, 13, 23], params(stop=["\n", "zq"], temperature=1.3)),
     "penalties": ([256, 14, 24], params(repetition_penalty=1.4, presence_penalty=0.5, min_p=0.01)),
     "best": ([256, 15, 25], params(n=1, best_of=3, max_tokens=30)),

@@ -308,7 +308,7 @@ def test_in_this_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     engine.close()
     monkeypatch.delenv("HEADRACE_MULTIPROCESSING")
     recorder = Recorder()
-    config = args.create_engine_config()
+    config = replace(args, max_restarts=0).create_engine_config()
     child = LLMEngine.from_vllm_config(config, stat_loggers={"only": recorder})
     assert child.stat_loggers == {"only": recorder}
     assert child.log_stats and child.config == replace(config, log_stats=True)
