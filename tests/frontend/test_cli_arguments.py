@@ -181,7 +181,7 @@ def test_empty_config_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("max-modl-len: 3", r"options\.yaml: max-modl-len: .*did you mean --max-model-len\?"),
-        ("api-server-count: 3", r"options\.yaml: api-server-count: .*known but not implemented"),
+        ("headless: 3", r"options\.yaml: headless: .*known but not implemented"),
         ("seed: x", r"options\.yaml: seed: invalid int value: 'x'"),
         ("max-model-len: 1.5", r"max-model-len: .*lower-case suffix"),
         ("dtype: int8", r"dtype: must be one of auto, .*'int8'"),
