@@ -22,6 +22,7 @@ from headrace.configs.config import RecoveryConfig
 from headrace.configs.errors import ConfigurationError
 from headrace.engine_core import control_messages as control
 from headrace.engine_core.core_process import EngineCoreProcess
+from headrace.engine_core.deaths import Cause, OutOfMemoryKills, cause_of
 from headrace.engine_core.run_directory import RunDirectory
 from headrace.engine_core.suspicions import Suspicions
 from headrace.workers.protocol import RequestFault
@@ -75,6 +76,7 @@ class Supervisor:
         self._hello: control.Hello | None = None
         self._recovery = RecoveryConfig()
         self._suspicions = Suspicions()
+        self._out_of_memory = OutOfMemoryKills()
         self._deaths: deque[tuple[float, str]] = deque()  # that count: when, why
         self._is_stopping = False
         self._ended: set[EngineCoreProcess] = set()  # whose workers may be ending still
@@ -239,8 +241,10 @@ class Supervisor:
     def _recover(
         self, replica: Replica, process: EngineCoreProcess, reason: str, now: float
     ) -> None:
-        suspects = process.fence.suspects()
-        verdict = self._suspicions.judge(suspects, process.exit_code, now)
+        in_step = process.fence.suspects()
+        cause = cause_of(process.exit_code, self._out_of_memory)
+        suspects = [] if cause is Cause.OPERATOR else in_step
+        verdict = self._suspicions.judge(suspects, cause, now)
         if verdict is None:
             self._deaths.append((now, reason))
         else:
@@ -250,7 +254,7 @@ class Supervisor:
             replica.lost_since = now
         logger.error(
             "replica %d: %s (epoch %d, %d sequences in its step%s); starting it again",
-            replica.rank, reason, replica.epoch, len(suspects),
+            replica.rank, reason, replica.epoch, len(in_step),
             f", request {verdict.request_id} is to blame" if verdict else "",
         )  # fmt: skip
         self.tell_clients(
@@ -306,6 +310,7 @@ class Supervisor:
 
     def _check_pulses(self) -> None:
         """Kill engine cores whose loop stands still; what counts is how often we saw it so."""
+        self._out_of_memory.check()
         timeout = self._recovery.step_timeout_s
         interval = min(1.0, timeout / 4)
         self.later(interval, self._check_pulses)

@@ -3,10 +3,12 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from headrace.configs.sampling_params import SamplingParams
+from headrace.engine_core.deaths import Cause, OutOfMemoryKills, cause_of
 from headrace.engine_core.fence import FenceReader, FenceWriter, Suspect, make_fence
 from headrace.engine_core.suspicions import Suspicions
 from headrace.workers.protocol import CachedRequestData, ChoiceId, NewRequestData, SchedulerOutput
@@ -84,33 +86,50 @@ def at(position: int, *names: str) -> list[Suspect]:
     return [Suspect(name, 0, position, position + 1) for name in names]
 
 
+ITSELF, MEMORY, OPERATOR = Cause.ITSELF, Cause.MEMORY, Cause.OPERATOR
+
+
 def test_a_second_death_alone_is_the_request_s_doing() -> None:
     suspicions = Suspicions()
-    assert suspicions.judge(at(9, "a", "b"), -signal.SIGSEGV, 1.0) is None
-    assert suspicions.judge(at(9, "b"), -signal.SIGABRT, 2.0) is not None
-    assert suspicions.judge(at(9, "a"), 1, 3.0) is not None
-    verdict = suspicions.judge(at(4, "c"), 1, 4.0)
-    assert verdict is None  # alone, but the first time
-    verdict = suspicions.judge(at(4, "c"), 1, 5.0)
+    assert suspicions.judge(at(9, "a", "b"), ITSELF, 1.0) is None
+    assert suspicions.judge(at(9, "b"), ITSELF, 2.0) is not None
+    assert suspicions.judge(at(9, "a"), ITSELF, 3.0) is not None
+    assert suspicions.judge(at(4, "c"), ITSELF, 4.0) is None  # alone, but the first time
+    verdict = suspicions.judge(at(4, "c"), ITSELF, 5.0)
     assert verdict is not None and verdict.request_id == "c" and verdict.deaths == (4.0, 5.0)
-    assert suspicions.judge([], 1, 6.0) is None
+    assert suspicions.judge([], ITSELF, 6.0) is None
 
 
 def test_who_got_further_is_no_suspect_any_more() -> None:
     suspicions = Suspicions()
     for position in range(3, 9):
-        assert suspicions.judge(at(position, "a"), 1, float(position)) is None
-    assert suspicions.judge(at(8, "a"), 1, 9.0) is not None
+        assert suspicions.judge(at(position, "a"), ITSELF, float(position)) is None
+    assert suspicions.judge(at(8, "a"), ITSELF, 9.0) is not None
 
 
-def test_signals_from_outside_blame_only_the_third_time() -> None:
+def test_want_of_memory_blames_only_the_third_time_and_an_operator_nobody() -> None:
     suspicions = Suspicions()
-    kill = -signal.SIGKILL
-    assert suspicions.judge(at(9, "a"), kill, 1.0) is None
-    assert suspicions.judge(at(9, "a"), kill, 2.0) is None
-    assert suspicions.judge(at(10, "a"), kill, 3.0) is None  # it got further
-    assert suspicions.judge(at(10, "a"), kill, 4.0) is None
-    verdict = suspicions.judge(at(10, "a"), kill, 5.0)
+    for when in range(9):
+        assert suspicions.judge(at(9, "a"), OPERATOR, float(when)) is None
+    assert suspicions.judge(at(9, "a"), MEMORY, 1.0) is None
+    assert suspicions.judge(at(9, "a"), MEMORY, 2.0) is None
+    assert suspicions.judge(at(10, "a"), MEMORY, 3.0) is None  # it got further
+    assert suspicions.judge(at(10, "a"), MEMORY, 4.0) is None
+    verdict = suspicions.judge(at(10, "a"), MEMORY, 5.0)
     assert verdict is not None and len(verdict.deaths) == 3
-    assert suspicions.judge(at(1, "b"), kill, 6.0) is None
-    assert suspicions.judge(at(1, "b"), 1, 7.0) is not None
+    assert suspicions.judge(at(1, "b"), MEMORY, 6.0) is None
+    assert suspicions.judge(at(1, "b"), ITSELF, 7.0) is not None
+
+
+def test_causes(tmp_path: Path) -> None:
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("pgfault 7\noom_kill 3\n")
+    kills = OutOfMemoryKills(vmstat)
+    assert cause_of(-signal.SIGKILL, kills) is OPERATOR
+    vmstat.write_text("pgfault 8\noom_kill 4\n")
+    assert cause_of(-signal.SIGKILL, kills) is MEMORY
+    assert cause_of(-signal.SIGKILL, kills) is OPERATOR
+    assert cause_of(-signal.SIGTERM, kills) is OPERATOR
+    assert cause_of(-signal.SIGSEGV, kills) is cause_of(1, kills) is cause_of(None, kills) is ITSELF
+    vmstat.unlink()  # nobody can say
+    assert cause_of(-signal.SIGKILL, kills) is MEMORY
