@@ -14,6 +14,7 @@ from typing import NoReturn
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import EngineDeadError, HeadraceError, error_from_code
 from headrace.executors.child_process import ChildProcess
+from headrace.executors.worker_host import DEFAULT_WORKER
 from headrace.executors.worker_messages import (
     CallDone,
     FromWorker,
@@ -45,7 +46,7 @@ STOP_TIMEOUT_S = 1.0  # from the exit message to SIGKILL
 class WorkerHandle:
     """A worker process, its connection and what it last said."""
 
-    def __init__(self, rank: int, pass_fds: list[int]) -> None:
+    def __init__(self, rank: int, worker_class: str, pass_fds: list[int]) -> None:
         self.rank = rank
         self.phase = "start of the process"  # of the start-up
         self.info: WorkerInfo | None = None
@@ -53,6 +54,7 @@ class WorkerHandle:
         with theirs:
             arguments = [
                 "--connection", str(theirs.fileno()), "--rank", str(rank),
+                "--worker-class", worker_class,
                 "--log-level", str(logging.getLogger("headrace").getEffectiveLevel()),
             ]  # fmt: skip
             fds = [theirs.fileno(), *pass_fds]
@@ -95,9 +97,10 @@ class MultiprocExecutor:
         """As `Executor.start`. All workers must be ready within `start_timeout_s`."""
         progress("workers")
         parallel = self._config.parallel_config
+        worker_class = parallel.worker_cls or DEFAULT_WORKER
         for rank in range(parallel.world_size):
             memory = self._memories[rank // parallel.tensor_parallel_size]
-            self._workers.append(WorkerHandle(rank, [self._store, memory]))
+            self._workers.append(WorkerHandle(rank, worker_class, [self._store, memory]))
         for worker in self._workers:
             memory = self._memories[worker.rank // parallel.tensor_parallel_size]
             setup = WorkerSetup(
