@@ -12,15 +12,17 @@ extern "C" {
 
 enum { HR_INTERFACE_VERSION = 3, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
 
-// What a call may run on. Results depend on the family: AVX512, AVX512_VNNI and AMX are one.
+// What a call may run on. Results depend on the family: AVX512, AVX512_VNNI and AMX are one, NEON
+// and NEON_DOTPROD another.
 enum hr_isa {
     HR_AVX2 = 0,
     HR_AVX512 = 1,
     HR_AVX512_VNNI = 2,
     HR_AVX512_BF16 = 3,  // with VNNI
     HR_AMX = 4,          // with VNNI; bf16 and int8 tiles
-    HR_NEON = 5,
-    HR_NUM_ISAS = 6,
+    HR_NEON = 5,          // of any 64-bit Arm processor
+    HR_NEON_DOTPROD = 6,  // with dot products of bytes
+    HR_NUM_ISAS = 7,
 };
 
 // Of numbers: rows of a step have one of the first three, packed matrices any, and the cache the

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import platform
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -14,13 +15,16 @@ from headrace.kernels.native.interface import DrawRow, Format, Kind, Lanes, Op, 
 
 logger = logging.getLogger(__name__)
 
-# Instruction sets by the number that the library knows them by, worst first.
-_ISAS: Mapping[str, int] = MappingProxyType(
-    {"avx2": 0, "avx512": 1, "avx512vnni": 2, "avx512bf16": 3, "amx": 4}
-)
+# Instruction sets by the number that the library knows them by, worst first: of x86-64, then of
+# 64-bit Arm.
+_X86_ISAS = {"avx2": 0, "avx512": 1, "avx512vnni": 2, "avx512bf16": 3, "amx": 4}
+_ARM_ISAS = {"neon": 5, "neondotprod": 6}
+_ISAS: Mapping[str, int] = MappingProxyType({**_X86_ISAS, **_ARM_ISAS})
 # Those whose results are bitwise equal, by the name of the first: integer products are exact, and
 # products of tiles have the order of plain AVX-512.
-_FAMILIES: Mapping[str, str] = MappingProxyType({"avx512vnni": "avx512", "amx": "avx512"})
+_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {"avx512vnni": "avx512", "amx": "avx512", "neondotprod": "neon"}
+)
 # Formats of rows, and of float matrices.
 FORMATS: Mapping[torch.dtype, Format] = MappingProxyType(
     {torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float32: Format.F32}
@@ -262,7 +266,8 @@ def load_kernels(
     if choice == "auto":
         if not supported:
             logger.info(
-                "native CPU kernels cannot be used (%s): torch is", _missing(library, "avx2")
+                "native CPU kernels cannot be used (%s): torch is",
+                _missing(library, next(iter(_isas_of_this_kind()))),
             )
             return None
         choice = supported[-1]
@@ -284,7 +289,7 @@ def supported_isas(library: ctypes.CDLL) -> tuple[str, ...]:
 
 def describe_choice(library: ctypes.CDLL, kernels: NativeKernels) -> str:
     """The instruction set in use, the threads, and why no better set is in use: one line."""
-    names = list(_ISAS)
+    names = list(_ARM_ISAS if kernels.isa in _ARM_ISAS else _X86_ISAS)
     parts = [f"{kernels.isa}, {kernels.num_threads} threads"]
     if kernels.helper_cpus:
         parts.append(f"all but the first pinned to CPUs {', '.join(map(str, kernels.helper_cpus))}")
@@ -292,6 +297,10 @@ def describe_choice(library: ctypes.CDLL, kernels: NativeKernels) -> str:
     for isa in names[names.index(kernels.isa) + 1 :]:
         parts.append(f"{isa}: {'not chosen' if isa in supported else _missing(library, isa)}")
     return "; ".join(parts)
+
+
+def _isas_of_this_kind() -> Mapping[str, int]:
+    return _ARM_ISAS if platform.machine() == "aarch64" else _X86_ISAS
 
 
 def _missing(library: ctypes.CDLL, isa: str) -> str:

@@ -102,10 +102,34 @@ namespace {
 
 using WorkFunction = void (*)(const Work&, int, int);
 
+using DrawFunction = void (*)(const Draw&, int, int);
+
+// The code for instruction sets; null for those of other processors. Nothing of drawing is a product,
+// so that it has fewer versions.
+#if defined(__aarch64__)
+constexpr WorkFunction kWork[HR_NUM_ISAS] = {
+    nullptr, nullptr, nullptr, nullptr, nullptr, hr_work_neon, hr_work_neon_dotprod,
+};
+constexpr DrawFunction kDraw[HR_NUM_ISAS] = {
+    nullptr, nullptr, nullptr, nullptr, nullptr, hr_draw_neon, hr_draw_neon,
+};
+constexpr auto kPack = hr_pack_neon;
+constexpr auto kLookup = hr_lookup_neon;
+#else
 #ifdef HR_WITHOUT_AMX
 constexpr WorkFunction kWorkAmx = nullptr;
 #else
 constexpr WorkFunction kWorkAmx = hr_work_amx;
+#endif
+constexpr WorkFunction kWork[HR_NUM_ISAS] = {
+    hr_work_avx2, hr_work_avx512, hr_work_avx512_vnni, hr_work_avx512_bf16, kWorkAmx,
+    nullptr, nullptr,
+};
+constexpr DrawFunction kDraw[HR_NUM_ISAS] = {
+    hr_draw_avx2, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, nullptr, nullptr,
+};
+constexpr auto kPack = hr_pack_avx2;
+constexpr auto kLookup = hr_lookup_avx2;
 #endif
 
 struct Call {
@@ -141,11 +165,11 @@ bool can_run(const hr_op& op, const hr_step& step) {
 }
 
 void pack_share(void* argument, int thread, int num_threads) {
-    hr_pack_avx2(*(const Packing*)argument, thread, num_threads);
+    kPack(*(const Packing*)argument, thread, num_threads);
 }
 
 void lookup_share(void* argument, int thread, int num_threads) {
-    hr_lookup_avx2(*(const Lookup*)argument, thread, num_threads);
+    kLookup(*(const Lookup*)argument, thread, num_threads);
 }
 
 struct QuantizedLookup {
@@ -167,8 +191,6 @@ void lookup_quantized_share(void* argument, int thread, int num_threads) {
         lookup_quantized(l.packed, l.format, l.num_inputs, l.ids[i], l.scale, l.out_format,
                          l.out + i * l.num_inputs * (l.out_format == HR_F32 ? 4 : 2));
 }
-
-using DrawFunction = void (*)(const Draw&, int, int);
 
 struct DrawCall {
     Draw draw;
@@ -204,9 +226,6 @@ hr_pool* hr_pool_new(int32_t num_threads, const int32_t* cpus) {
 void hr_pool_free(hr_pool* pool) { delete pool; }
 
 int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step) {
-    constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {
-        hr_work_avx2, hr_work_avx512, hr_work_avx512_vnni, hr_work_avx512_bf16, kWorkAmx, nullptr,
-    };
     for (int64_t i = 0; i < num_ops; ++i)
         if (!can_run(ops[i], *step)) return -2;
     try {
@@ -218,7 +237,7 @@ int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, co
         work.barrier = &pool->threads.barrier;
         work.seconds = seconds;
         prepare(pool->memory, work, pool->threads.num_threads);
-        Call call = {&work, kFunctions[isa]};
+        Call call = {&work, kWork[isa]};
         pool->threads.run(run_call, &call);
         return 0;
     } catch (const std::bad_alloc&) {
@@ -273,11 +292,7 @@ int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num
 
 void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,
              const hr_draw_row* rows, int64_t* token_ids) {
-    // Nothing of it is a product of bf16.
-    constexpr DrawFunction kFunctions[HR_NUM_ISAS] = {
-        hr_draw_avx2, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, nullptr,
-    };
-    DrawCall call = {{scores, num_rows, vocab, rows, token_ids}, kFunctions[isa]};
+    DrawCall call = {{scores, num_rows, vocab, rows, token_ids}, kDraw[isa]};
     pool->threads.run(draw_share, &call);  // also one row: it sets what becomes of denormals
 }
 

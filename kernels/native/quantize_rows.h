@@ -24,6 +24,8 @@ inline int64_t num_quantized_blocks(int64_t num_inputs) {
     return (num_inputs + kQuantizedInputs - 1) / kQuantizedInputs;
 }
 
+#if !defined(__aarch64__)
+
 inline uint32_t largest_magnitude_bits(const Vec (&x)[kQuantizedInputs / HR_LANES]) {
 #if HR_LANES == 16
     const __m512i mask = _mm512_set1_epi32(0x7fffffff);
@@ -43,7 +45,8 @@ inline uint32_t largest_magnitude_bits(const Vec (&x)[kQuantizedInputs / HR_LANE
 }
 
 // Rounded to nearest even, 16 at a time; |x| <= 127.
-inline __m128i narrow_codes(const Vec* x) {
+typedef __m128i Codes;
+inline Codes narrow_codes(const Vec* x) {
 #if HR_LANES == 16
     return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x[0]));
 #else
@@ -53,12 +56,16 @@ inline __m128i narrow_codes(const Vec* x) {
 #endif
 }
 
-inline int32_t sum_of_bytes(__m128i codes) {
+inline void store_codes(int8_t* p, Codes codes) { _mm_store_si128((__m128i*)p, codes); }
+
+inline int32_t sum_of_bytes(Codes codes) {
     // Sums of unsigned bytes, to which 128 was added 16 times.
     const __m128i halves =
         _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8((char)0x80)), _mm_setzero_si128());
     return _mm_cvtsi128_si32(halves) + _mm_extract_epi32(halves, 2) - 16 * 128;
 }
+
+#endif
 
 inline void quantize_block(const Vec (&x)[kQuantizedInputs / HR_LANES], QuantizedBlock& out) {
     constexpr int kHalf = 16 / HR_LANES;  // vectors of 16 inputs
@@ -74,8 +81,8 @@ inline void quantize_block(const Vec (&x)[kQuantizedInputs / HR_LANES], Quantize
     Vec scaled[2 * kHalf];
     for (int i = 0; i < 2 * kHalf; ++i) scaled[i] = mul(x[i], inverse);
     for (int half = 0; half < 2; ++half) {
-        const __m128i codes = narrow_codes(scaled + half * kHalf);
-        _mm_store_si128((__m128i*)(out.codes + 16 * half), codes);
+        const Codes codes = narrow_codes(scaled + half * kHalf);
+        store_codes(out.codes + 16 * half, codes);
         out.minus_sums[half] = -sum_of_bytes(codes);
     }
     out.minus_sum = out.minus_sums[0] + out.minus_sums[1];

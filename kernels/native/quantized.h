@@ -28,8 +28,13 @@ constexpr int kDirectRows = HR_LANES == 8 ? 2 : HR_HAS_VNNI ? 8 : 4;
 constexpr int kPanelRows = kDirectRows < 6 ? kDirectRows : 6;
 
 // Vectors of a chunk's 32 lanes that are multiplied together with R rows, one group after another.
+#if defined(__aarch64__)
+constexpr int kMostPaired = 1;  // a vector of lanes is two registers
+#else
+constexpr int kMostPaired = 6;
+#endif
 template <int R>
-constexpr int kVectors = R > 6 ? 1 : 2;
+constexpr int kVectors = R > kMostPaired ? 1 : 2;
 template <int R>
 constexpr int kGroups = kChunkRows / (kVectors<R> * HR_LANES);
 

@@ -6,7 +6,11 @@
 // another.
 #pragma once
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 #include <stdint.h>
 #include <string.h>
 
@@ -17,6 +21,22 @@ typedef uint16_t bf16;
 struct f16 {
     uint16_t bits;
 };
+
+inline float to_float(float value) { return value; }
+inline float to_float(bf16 value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+}  // namespace
+
+#if defined(__aarch64__)
+#include "simd_neon.h"
+#else
+
+namespace {
 
 // Into all caches. Not the intrinsic: gcc removes calls of functions that do nothing else.
 inline void prefetch(const void* line) {
@@ -29,14 +49,8 @@ inline void prefetch_far(const void* line) {
     asm volatile("prefetcht1 %0" : : "m"(*(const char*)line));
 }
 
-inline float to_float(float value) { return value; }
 inline float to_float(f16 value) { return _cvtsh_ss(value.bits); }
-inline float to_float(bf16 value) {
-    const uint32_t bits = (uint32_t)value << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
+inline f16 to_f16(float value) { return {_cvtss_sh(value, 0)}; }  // to nearest even
 
 #if HR_LANES == 16
 
@@ -188,6 +202,12 @@ inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alik
 }
 
 #endif
+
+}  // namespace
+
+#endif
+
+namespace {
 
 // The first n of HR_LANES elements; the others are 0. The same arithmetic serves tails.
 template <typename T>

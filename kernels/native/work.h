@@ -108,11 +108,17 @@ extern "C" void hr_work_avx512(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512_vnni(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512_bf16(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_amx(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_neon(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_neon_dotprod(const Work& work, int thread, int num_threads);
 
 // Instruction-set versions of one thread's share of the rows to draw from.
 extern "C" void hr_draw_avx2(const Draw& draw, int thread, int num_threads);
 extern "C" void hr_draw_avx512(const Draw& draw, int thread, int num_threads);
+extern "C" void hr_draw_neon(const Draw& draw, int thread, int num_threads);
 
-// One thread's share of packing and looking up; every processor that runs anything runs these.
+// One thread's share of packing and looking up; every processor of its kind that runs anything runs
+// these.
 extern "C" void hr_pack_avx2(const Packing& packing, int thread, int num_threads);
+extern "C" void hr_pack_neon(const Packing& packing, int thread, int num_threads);
 extern "C" void hr_lookup_avx2(const Lookup& lookup, int thread, int num_threads);
+extern "C" void hr_lookup_neon(const Lookup& lookup, int thread, int num_threads);
