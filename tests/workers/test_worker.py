@@ -100,7 +100,8 @@ def test_kernels_are_chosen_by_type_and_variable(
     for choice in available_isas():
         monkeypatch.setenv("HEADRACE_CPU_KERNELS", choice)
         worker, info = start(narrow)
-        family = {"avx512vnni": "avx512", "amx": "avx512"}.get(choice, choice)
+        families = {"avx512vnni": "avx512", "amx": "avx512", "neondotprod": "neon"}
+        family = families.get(choice, choice)
         library = f"torch-{torch.__version__}-bfloat16-kv-bfloat16-"
         assert info.contract_id.startswith(f"native-3-{family}-{library}")
         assert worker.kv_cache.toucher.wait(30.0)
