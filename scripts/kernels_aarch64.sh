@@ -16,6 +16,7 @@ for tool in aarch64-linux-gnu-gcc aarch64-linux-gnu-g++ qemu-aarch64; do
     fi
 done
 export QEMU_LD_PREFIX="${QEMU_LD_PREFIX:-/usr/aarch64-linux-gnu}"
+unset CFLAGS CXXFLAGS CPPFLAGS LDFLAGS  # which are for this machine
 mkdir -p "$folder"
 
 check() { # COMPILER OUTPUT FOLDER_OF_THE_LIBRARY
