@@ -1,5 +1,5 @@
 // Packing of float matrices, and rows out of packed ones. Both are exact but for one rounding, so
-// one version serves all instruction sets of a processor family: that with the fewest, of 8 lanes.
+// one version, with 8 lanes, serves all instruction sets of a kind of processor.
 #pragma once
 
 #include "integers.h"
