@@ -1,8 +1,9 @@
-// Random choice of a token per row: temperature, min-p, top-k and top-p in place, then Gumbel-max
-// with the noise of kernels/sampling/reference.py, bit by bit.
+// Random choice of a token per row: temperature, min-p, top-k and top-p, then Gumbel-max with the
+// noise of kernels/sampling/reference.py, bit by bit.
 //
 // Scores are logits less their maximum, over the temperature: the best is 0. -Inf excludes a token.
-// No sum depends on the vector width.
+// They are stored for rows with filters, or where they are asked for; else only those few are
+// computed whose tokens can win, in one pass over the logits. No sum depends on the vector width.
 #pragma once
 
 #include <math.h>
@@ -28,15 +29,6 @@ inline float score_of(uint32_t rank) {
     float score;
     memcpy(&score, &bits, 4);
     return score;
-}
-
-// The first n of HR_LANES scores; the others are excluded.
-inline Vec load_scores(const float* scores, int64_t n) {
-    if (n >= HR_LANES) return load(scores);
-    float padded[HR_LANES];
-    store(padded, splat(-INFINITY));
-    memcpy(padded, scores, n * sizeof(float));
-    return load(padded);
 }
 
 // Sums the weights of the tokens with ranks from `first` to before `end`, `1 << shift` ranks a sum.
@@ -169,59 +161,92 @@ inline void draw_together(const hr_draw_row& row, const float* scores, int64_t f
     }
 }
 
-// The best score is 0, and every row has it.
-inline Winner first_contender(const hr_draw_row& row, const float* scores, int64_t vocab) {
-    for (int64_t i = 0; i < vocab; i += HR_LANES) {
-        const uint32_t lanes = at_least(load_scores(scores + i, vocab - i), splat(0.0f));
-        if (lanes == 0) continue;
-        const int64_t token = i + __builtin_ctz(lanes);
-        uint32_t words[kTogether];
-        random_words(row, token / 4 * 4, words);
-        return {token, scores[token] + gumbel(words[token % 4])};
-    }
-    return {-1, -INFINITY};
+inline Winner with_noise(const hr_draw_row& row, int64_t token, float score) {
+    uint32_t words[kTogether];
+    random_words(row, token / 4 * 4, words);
+    return {token, score + gumbel(words[token % 4])};
 }
 
-inline int64_t draw_token(const hr_draw_row& row, const float* scores, int64_t vocab) {
-    Winner winner = first_contender(row, scores, vocab);
-    for (int64_t i = 0; i < vocab; i += kTogether) {
-        float padded[kTogether];
-        const float* part = scores + i;
-        if (vocab - i < kTogether) {
-            for (int k = 0; k < kTogether; ++k) padded[k] = k < vocab - i ? part[k] : -INFINITY;
-            part = padded;
+// Scores that are stored.
+struct StoredScores {
+    const float* scores;
+    int64_t vocab;
+
+    Vec from(int64_t token) const { return load_scores(scores + token, vocab - token); }
+    float bound(float limit) const { return limit; }
+    Vec compared(int64_t token) const { return from(token); }
+    // The best score is 0, and every row has it.
+    Winner first_contender(const hr_draw_row& row) const {
+        for (int64_t i = 0;; i += HR_LANES) {
+            const uint32_t lanes = at_least(from(i), splat(0.0f));
+            if (lanes != 0) return with_noise(row, i + __builtin_ctz(lanes), 0.0f);
         }
-        const Vec limit = splat(winner.sum - kGumbelMax);
+    }
+};
+
+// Scores that are made of logits when they are needed: as torch does it, value by value, since both
+// steps have one right rounding. Distances to the maximum are compared instead, which takes no
+// division.
+struct ScaledLogits {
+    const float* logits;
+    int64_t vocab;
+    float maximum, temperature;
+
+    Vec compared(int64_t token) const {
+        return sub(load_scores(logits + token, vocab - token), splat(maximum));
+    }
+    Vec from(int64_t token) const { return div(compared(token), splat(temperature)); }
+    // No token with a score of `limit` < 0 at least has a lower distance; the factor makes up for
+    // all rounding.
+    float bound(float limit) const { return limit * temperature * 1.00001f; }
+    Winner first_contender(const hr_draw_row& row) const {
+        return with_noise(row, row.best, 0.0f);
+    }
+};
+
+template <typename Source>
+inline int64_t draw_token(const hr_draw_row& row, const Source& source) {
+    Winner winner = source.first_contender(row);
+    for (int64_t i = 0; i < source.vocab; i += kTogether) {
+        const Vec bound = splat(source.bound(winner.sum - kGumbelMax));
         uint32_t contenders = 0;
-        for (int k = 0; k < kTogether; k += HR_LANES) contenders |= at_least(load(part + k), limit);
-        if (contenders != 0) draw_together(row, part, i, winner);
+        for (int64_t k = i; k < i + kTogether && k < source.vocab; k += HR_LANES)
+            contenders |= at_least(source.compared(k), bound);
+        if (contenders == 0) continue;
+        float scores[kTogether];
+        for (int k = 0; k < kTogether; k += HR_LANES)
+            store(scores + k, i + k < source.vocab ? source.from(i + k) : splat(-INFINITY));
+        draw_together(row, scores, i, winner);
     }
     return winner.token;
 }
 
-// As torch does it, value by value: both steps have one right rounding.
-inline void scale(float* scores, int64_t vocab, float temperature) {
-    Vec best = splat(-INFINITY);
-    for (int64_t i = 0; i < vocab; i += HR_LANES)
-        best = max(best, load_scores(scores + i, vocab - i));
-    const Vec most = splat(largest(best)), divisor = splat(temperature);
-    for (int64_t i = 0; i < vocab; i += HR_LANES) {
-        const Vec v = load_scores(scores + i, vocab - i);
-        store_some(scores + i, div(sub(v, most), divisor), vocab - i);
-    }
+inline bool is_filtered(const hr_draw_row& row, int64_t vocab) {
+    return row.min_score > -INFINITY || (row.top_k > 0 && row.top_k < vocab) || row.top_p < 1.0;
+}
+
+inline int64_t draw_row(const hr_draw_row& row, const ScaledLogits& logits, float* scores) {
+    const int64_t vocab = logits.vocab;
+    for (int64_t i = 0; i < vocab; i += HR_LANES) store_some(scores + i, logits.from(i), vocab - i);
+    if (row.min_score > -INFINITY) keep_head(scores, vocab, {row.min_score, INT64_MAX});
+    if (row.top_k > 0 && row.top_k < vocab)
+        keep_head(scores, vocab, find_head<false>(scores, vocab, (double)row.top_k));
+    if (row.top_p < 1.0) keep_head(scores, vocab, find_head<true>(scores, vocab, row.top_p));
+    return draw_token(row, StoredScores{scores, vocab});
 }
 
 inline void run_draw(const Draw& draw, int thread, int num_threads) {
     const int64_t vocab = draw.vocab;
     for (int64_t i = thread; i < draw.num_rows; i += num_threads) {
         const hr_draw_row& row = draw.rows[i];
-        float* scores = draw.scores + i * vocab;
-        scale(scores, vocab, row.temperature);
-        if (row.min_score > -INFINITY) keep_head(scores, vocab, {row.min_score, INT64_MAX});
-        if (row.top_k > 0 && row.top_k < vocab)
-            keep_head(scores, vocab, find_head<false>(scores, vocab, (double)row.top_k));
-        if (row.top_p < 1.0) keep_head(scores, vocab, find_head<true>(scores, vocab, row.top_p));
-        draw.token_ids[i] = draw_token(row, scores, vocab);
+        const float* logits = draw.logits + row.row * vocab;
+        const ScaledLogits scaled = {logits, vocab, logits[row.best], row.temperature};
+        if (draw.are_scores_kept)
+            draw.token_ids[i] = draw_row(row, scaled, draw.scores + i * vocab);
+        else if (is_filtered(row, vocab))
+            draw.token_ids[i] = draw_row(row, scaled, draw.scores + thread * vocab);
+        else
+            draw.token_ids[i] = draw_token(row, scaled);
     }
 }
 

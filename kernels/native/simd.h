@@ -58,6 +58,12 @@ inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
 inline uint32_t at_least(Vec x, Vec limit) {  // bit i: lane i of x is not below that of limit
     return _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ);
 }
+inline uint32_t above(Vec x, Vec limit) {
+    return _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ);
+}
+inline uint32_t unordered(Vec a, Vec b) {  // bit i: lane i of one of them is not a number
+    return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+}
 inline Vec excluded_below(Vec x, Vec limit) {  // -Inf where x < limit
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ),
                               _mm512_set1_ps(-__builtin_inff()));
@@ -101,6 +107,12 @@ inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+typedef __m512d Doubles;  // half as many as floats
+inline Doubles add(Doubles a, Doubles b) { return _mm512_add_pd(a, b); }
+inline void store(double* p, Doubles v) { _mm512_storeu_pd(p, v); }
+inline Doubles low_half(Vec v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+inline Doubles high_half(Vec v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+
 typedef __m512i Words;  // of 32 bits, unsigned
 inline Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_words(uint32_t* p, Words w) { _mm512_storeu_si512(p, w); }
@@ -131,6 +143,12 @@ inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
 }
 inline uint32_t at_least(Vec x, Vec limit) {  // bit i: lane i of x is not below that of limit
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ));
+}
+inline uint32_t above(Vec x, Vec limit) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ));
+}
+inline uint32_t unordered(Vec a, Vec b) {  // bit i: lane i of one of them is not a number
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q));
 }
 inline Vec excluded_below(Vec x, Vec limit) {  // -Inf where x < limit
     return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()),
@@ -176,6 +194,12 @@ inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+typedef __m256d Doubles;  // half as many as floats
+inline Doubles add(Doubles a, Doubles b) { return _mm256_add_pd(a, b); }
+inline void store(double* p, Doubles v) { _mm256_storeu_pd(p, v); }
+inline Doubles low_half(Vec v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+inline Doubles high_half(Vec v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+
 typedef __m256i Words;  // of 32 bits, unsigned
 inline Words load_words(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void store_words(uint32_t* p, Words w) { _mm256_storeu_si256((__m256i*)p, w); }
@@ -198,6 +222,15 @@ inline Vec load_some(const T* p, int64_t n) {
     return load(padded);
 }
 
+// The first n of HR_LANES scores; the others are excluded.
+inline Vec load_scores(const float* scores, int64_t n) {
+    if (n >= HR_LANES) return load(scores);
+    float padded[HR_LANES];
+    store(padded, splat(-__builtin_inff()));
+    memcpy(padded, scores, n * sizeof(float));
+    return load(padded);
+}
+
 template <typename T>
 inline void store_some(T* p, Vec v, int64_t n) {
     if (n >= HR_LANES) {
@@ -216,6 +249,16 @@ inline float largest(Vec v) {  // of the numbers; those that are none are passed
     for (int i = 1; i < HR_LANES; ++i) most = lanes[i] > most ? lanes[i] : most;
     return most;
 }
+
+// While it lives, denormals are numbers to this thread, which the pool's do not take them for.
+class DenormalsKept {
+  public:
+    DenormalsKept() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }
+    ~DenormalsKept() { _mm_setcsr(before_); }
+
+  private:
+    const unsigned before_;
+};
 
 // e^x with about one unit in the last place; exactly 1 at 0, 0 below -87.3, finite above 88.
 // Cody-Waite reduction by ln 2 in two parts, then the Taylor polynomial of degree 7.
