@@ -8,6 +8,7 @@
 
 #include <math.h>
 
+#include "logprobs.h"
 #include "simd.h"
 #include "work.h"
 
@@ -39,59 +40,79 @@ inline void add_weights(const float* scores, int64_t vocab, uint32_t first, uint
     const Vec best = splat(score_of(first)), worst = splat(score_of(end - 1));
     for (int64_t i = 0; i < vocab; i += HR_LANES) {
         const Vec v = load_scores(scores + i, vocab - i);
-        if (!(at_least(best, v) & at_least(v, worst))) continue;
-        float lanes[HR_LANES], weights[HR_LANES];
-        store(lanes, v);
+        uint32_t lanes = at_least(best, v) & at_least(v, worst);
+        if (lanes == 0) continue;
+        float within[HR_LANES], weights[HR_LANES];
+        store(within, v);
         store(weights, kIsMass ? exponential(v) : splat(1.0f));
-        for (int lane = 0; lane < HR_LANES; ++lane) {
-            const uint32_t rank = rank_of(lanes[lane]) - first;
-            if (rank < end - first) sums[rank >> shift] += (double)weights[lane];
+        for (; lanes != 0; lanes &= lanes - 1) {
+            const int lane = __builtin_ctz(lanes);
+            sums[(rank_of(within[lane]) - first) >> shift] += (double)weights[lane];
         }
     }
 }
 
-// The best tokens: those with scores above `worst`, and the first `num_worst` equal to it.
+// The best tokens: those with scores above `worst`, and the first `num_worst` equal to it. The rank
+// of the worst is found digit by digit: nothing is sorted.
 struct Head {
     float worst;
     int64_t num_worst;
 };
 
 constexpr int kDigits[] = {20, 9, 0};  // lowest bits of the digits of a rank
-constexpr Head kAllTokens = {-INFINITY, INT64_MAX};
+constexpr int kNumSums = 1 << 11;       // values of a digit
+constexpr int64_t kFewTokens = 256;
 
-// The shortest head with `amount` of the whole mass; or with `amount` tokens, and all that equal
-// the last of them. The last one's rank is found digit by digit: nothing is sorted.
+// Where the rank of the last token of a head is sought: from `first` on, before `end`.
+struct Search {
+    uint32_t first, end;
+    double target, before;  // weights of the head, and of the tokens before `first`
+};
+
+// Looks for one more digit of the rank.
 template <bool kIsMass>
-inline Head find_head(const float* scores, int64_t vocab, double amount) {
-    double target = amount, before = 0.0;
-    uint32_t first = 0, end = kExcludedRank;
-    for (const int shift : kDigits) {
-        double sums[2048] = {};
-        add_weights<kIsMass>(scores, vocab, first, end, shift, sums);
-        const int size = (int)((end - first) >> shift);
-        if (first == 0 && end == kExcludedRank) {
-            double total = 0.0;
-            for (int i = 0; i < size; ++i) total += sums[i];
-            if (!kIsMass && total <= amount) return kAllTokens;
-            if (kIsMass) target = amount * total;
-        }
-        int digit = -1;
-        for (int i = 0; i < size; ++i) {
-            if (sums[i] == 0.0) continue;
-            if (digit >= 0) before += sums[digit];
-            digit = i;
-            if (before + sums[i] >= target) break;
-        }
-        first += (uint32_t)digit << shift;
-        end = first + (1u << shift);
+inline void find_digit(const float* scores, int64_t vocab, int shift, Search& search) {
+    double sums[kNumSums] = {};
+    add_weights<kIsMass>(scores, vocab, search.first, search.end, shift, sums);
+    const int size = (int)((search.end - search.first - 1) >> shift) + 1;
+    int digit = -1;
+    for (int i = 0; i < size; ++i) {
+        if (sums[i] == 0.0) continue;
+        if (digit >= 0) search.before += sums[digit];
+        digit = i;
+        if (search.before + sums[i] >= search.target) break;
     }
-    const float worst = score_of(first);
-    if (!kIsMass) return {worst, INT64_MAX};
+    search.first += (uint32_t)digit << shift;
+    search.end = search.first + (1u << shift);
+}
+
+// The shortest head with `top_p` of the whole mass.
+inline Head find_nucleus(const float* scores, int64_t vocab, double top_p) {
+    const double total = sum_exponentials(scores, vocab, 0.0f);
+    // All tokens with lower scores have less than the mass that the head may lack.
+    const float lowest = (float)log(0.999 * (1.0 - top_p) * total / (double)vocab);
+    Search search = {0, rank_of(lowest) + 1, top_p * total, 0.0};
+    for (const int shift : kDigits) find_digit<true>(scores, vocab, shift, search);
+    const float worst = score_of(search.first);
     float weights[HR_LANES];
     store(weights, exponential(splat(worst)));
-    const double num_worst = ceil((target - before) / (double)weights[0]);
+    const double num_worst = ceil((search.target - search.before) / (double)weights[0]);
     if (!(num_worst < (double)vocab)) return {worst, vocab};
     return {worst, num_worst < 1.0 ? 1 : (int64_t)num_worst};
+}
+
+// The `top_k` < vocab best, and all that equal the last of them.
+inline Head find_top(const float* scores, int64_t vocab, int64_t top_k) {
+    if (top_k <= kFewTokens) {
+        float best[kFewTokens];
+        int64_t ids[kFewTokens];
+        const WorstFirst few = {best, ids, top_k};
+        collect_best(Scores{scores, vocab, 0.0f, 0.0f}, INFINITY, few);
+        return {best[0], INT64_MAX};
+    }
+    Search search = {0, kExcludedRank, (double)top_k, 0.0};
+    for (const int shift : kDigits) find_digit<false>(scores, vocab, shift, search);
+    return {score_of(search.first), INT64_MAX};
 }
 
 inline void keep_head(float* scores, int64_t vocab, Head head) {
@@ -108,10 +129,12 @@ inline void keep_head(float* scores, int64_t vocab, Head head) {
 }
 
 // Philox4x32-10: the words of tokens `first` ... `first + kTogether - 1`, `first` a multiple of 4.
-inline void random_words(const hr_draw_row& row, int64_t first, uint32_t* words) {
-    uint32_t lanes[4][HR_LANES];
-    for (int i = 0; i < HR_LANES; ++i) lanes[0][i] = (uint32_t)(first / 4) + i;
-    Words a = load_words(lanes[0]), b = splat_word(row.output_index);
+inline void random_words(const hr_draw_row& row, int64_t first, Words (&words)[4]) {
+    constexpr int kQuarter = HR_LANES / 4;
+    uint32_t groups[HR_LANES];  // of four tokens; in the order that leaves `by_fours` sorted
+    for (int i = 0; i < HR_LANES; ++i)
+        groups[i] = (uint32_t)(first / 4) + i % 4 * kQuarter + i / 4;
+    Words a = load_words(groups), b = splat_word(row.output_index);
     Words c = splat_word(row.choice_index), d = splat_word(0);  // purpose: sampling
     uint32_t low_key = (uint32_t)row.seed, high_key = (uint32_t)(row.seed >> 32);
     for (int round = 0; round < 10; ++round) {
@@ -124,12 +147,7 @@ inline void random_words(const hr_draw_row& row, int64_t first, uint32_t* words)
         low_key += 0x9E3779B9u;
         high_key += 0xBB67AE85u;
     }
-    store_words(lanes[0], a);
-    store_words(lanes[1], b);
-    store_words(lanes[2], c);
-    store_words(lanes[3], d);
-    for (int i = 0; i < HR_LANES; ++i)
-        for (int word = 0; word < 4; ++word) words[4 * i + word] = lanes[word][i];
+    by_fours(a, b, c, d, words);
 }
 
 inline float gumbel(uint32_t word) { return (float)-log(-log((word + 0.5) * 0x1p-32)); }
@@ -140,31 +158,37 @@ struct Winner {
 };
 
 // Gives noise to those of `kTogether` tokens from `first` on that can still win. With u the uniform
-// number, noise is at most -log(1 - u), so a token that lacks `d` needs 1 - u <= e^-d. The factor
-// makes up for all rounding.
-inline void draw_together(const hr_draw_row& row, const float* scores, int64_t first,
+// number, noise is at most -log(1 - u), so a token that lacks `d` needs 1 - u <= e^-d, which is
+// compared with a power that is too large by at most 7 %. The factor makes up for all rounding.
+inline void draw_together(const hr_draw_row& row, const Vec (&scores)[4], int64_t first,
                           Winner& winner) {
-    uint32_t words[kTogether];
-    float halves[kTogether];  // (1 - u) 2^31, rounded down
+    Words words[4];
     random_words(row, first, words);
-    for (int i = 0; i < kTogether; ++i) halves[i] = (float)(int32_t)(~words[i] >> 1);
     const Vec to_beat = splat(winner.sum), factor = splat(0x1p31f * 1.0001f);
-    for (int i = 0; i < kTogether; i += HR_LANES) {
-        const Vec most = mul(exponential(sub(load(scores + i), to_beat)), factor);
-        uint32_t lanes = at_least(most, load(halves + i));
+    for (int part = 0; part < 4; ++part) {
+        const Vec most = mul(exponential_above(sub(scores[part], to_beat)), factor);
+        uint32_t lanes = at_least(most, upper_halves(words[part]));  // (1 - u) 2^31
+        if (lanes == 0) continue;
+        uint32_t numbers[HR_LANES];
+        float values[HR_LANES];
+        store_words(numbers, words[part]);
+        store(values, scores[part]);
         for (; lanes != 0; lanes &= lanes - 1) {
-            const int k = i + __builtin_ctz(lanes);
-            const float sum = scores[k] + gumbel(words[k]);
-            if (sum > winner.sum || (sum == winner.sum && first + k < winner.token))
-                winner = {first + k, sum};
+            const int lane = __builtin_ctz(lanes);
+            const int64_t token = first + part * HR_LANES + lane;
+            const float sum = values[lane] + gumbel(numbers[lane]);
+            if (sum > winner.sum || (sum == winner.sum && token < winner.token))
+                winner = {token, sum};
         }
     }
 }
 
 inline Winner with_noise(const hr_draw_row& row, int64_t token, float score) {
-    uint32_t words[kTogether];
+    Words words[4];
+    uint32_t numbers[HR_LANES];
     random_words(row, token / 4 * 4, words);
-    return {token, score + gumbel(words[token % 4])};
+    store_words(numbers, words[0]);
+    return {token, score + gumbel(numbers[token % 4])};
 }
 
 // Scores that are stored.
@@ -213,9 +237,11 @@ inline int64_t draw_token(const hr_draw_row& row, const Source& source) {
         for (int64_t k = i; k < i + kTogether && k < source.vocab; k += HR_LANES)
             contenders |= at_least(source.compared(k), bound);
         if (contenders == 0) continue;
-        float scores[kTogether];
-        for (int k = 0; k < kTogether; k += HR_LANES)
-            store(scores + k, i + k < source.vocab ? source.from(i + k) : splat(-INFINITY));
+        Vec scores[4];
+        for (int part = 0; part < 4; ++part) {
+            const int64_t k = i + part * HR_LANES;
+            scores[part] = k < source.vocab ? source.from(k) : splat(-INFINITY);
+        }
         draw_together(row, scores, i, winner);
     }
     return winner.token;
@@ -230,8 +256,8 @@ inline int64_t draw_row(const hr_draw_row& row, const ScaledLogits& logits, floa
     for (int64_t i = 0; i < vocab; i += HR_LANES) store_some(scores + i, logits.from(i), vocab - i);
     if (row.min_score > -INFINITY) keep_head(scores, vocab, {row.min_score, INT64_MAX});
     if (row.top_k > 0 && row.top_k < vocab)
-        keep_head(scores, vocab, find_head<false>(scores, vocab, (double)row.top_k));
-    if (row.top_p < 1.0) keep_head(scores, vocab, find_head<true>(scores, vocab, row.top_p));
+        keep_head(scores, vocab, find_top(scores, vocab, row.top_k));
+    if (row.top_p < 1.0) keep_head(scores, vocab, find_nucleus(scores, vocab, row.top_p));
     return draw_token(row, StoredScores{scores, vocab});
 }
 

@@ -82,9 +82,9 @@ struct WorstFirst {
     }
 };
 
-// The best tokens of a row in `best`, which has room for them, in order; returns how many scores
-// of the row are above `own`.
-inline int64_t find_best(const Scores& row, float own, WorstFirst best) {
+// The best tokens of a row as a heap: as many as `best` has room for, at most `vocab`. Returns how
+// many scores of the row are above `own`.
+inline int64_t collect_best(const Scores& row, float own, WorstFirst best) {
     const int64_t num_best = best.size;
     for (int64_t i = 0; i < num_best; i += HR_LANES) {
         store_some(best.scores + i, row.from(i), num_best - i);
@@ -108,7 +108,6 @@ inline int64_t find_best(const Scores& row, float own, WorstFirst best) {
         }
         worst = splat(best.scores[0]);
     }
-    best.sort();
     return num_better;
 }
 
@@ -124,8 +123,9 @@ inline void run_scoring(const Scoring& scoring, int thread, int num_threads) {
         int64_t* ids = scoring.ids + i * scoring.stride;
         ids[0] = scoring.token_ids[i];
         scores[0] = row.of(ids[0]);
-        scoring.ranks[i] =
-            1 + find_best(row, scores[0], {scores + 1, ids + 1, scoring.num_tops[i]});
+        WorstFirst best = {scores + 1, ids + 1, scoring.num_tops[i]};
+        scoring.ranks[i] = 1 + collect_best(row, scores[0], best);
+        best.sort();
     }
 }
 

@@ -123,6 +123,22 @@ inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alik
     high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
     low = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
 }
+inline Vec upper_halves(Words w) {  // (2^32 - 1 - w) / 2, as floats
+    return _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_xor_si512(w, _mm512_set1_epi32(-1)), 1));
+}
+// Four words of every lane in turn, of the lanes i, 4 + i, 8 + i, ... in out[i].
+inline void by_fours(Words a, Words b, Words c, Words d, Words (&out)[4]) {
+    const Words ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    const Words ab2 = _mm512_unpackhi_epi32(a, b), cd2 = _mm512_unpackhi_epi32(c, d);
+    out[0] = _mm512_unpacklo_epi64(ab, cd);
+    out[1] = _mm512_unpackhi_epi64(ab, cd);
+    out[2] = _mm512_unpacklo_epi64(ab2, cd2);
+    out[3] = _mm512_unpackhi_epi64(ab2, cd2);
+}
+inline Vec power_of_two_above(Vec x) {  // 2^x <= result < 1.07 * 2^x, for x in -126 ... 127
+    const Vec scaled = _mm512_fmadd_ps(x, _mm512_set1_ps(0x1p23f), _mm512_set1_ps(127 * 0x1p23f));
+    return _mm512_castsi512_ps(_mm512_cvtps_epi32(scaled));
+}
 
 #else
 
@@ -210,6 +226,22 @@ inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alik
     high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
     low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 }
+inline Vec upper_halves(Words w) {  // (2^32 - 1 - w) / 2, as floats
+    return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_xor_si256(w, _mm256_set1_epi32(-1)), 1));
+}
+// Four words of every lane in turn, of the lanes i, 4 + i, 8 + i, ... in out[i].
+inline void by_fours(Words a, Words b, Words c, Words d, Words (&out)[4]) {
+    const Words ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+    const Words ab2 = _mm256_unpackhi_epi32(a, b), cd2 = _mm256_unpackhi_epi32(c, d);
+    out[0] = _mm256_unpacklo_epi64(ab, cd);
+    out[1] = _mm256_unpackhi_epi64(ab, cd);
+    out[2] = _mm256_unpacklo_epi64(ab2, cd2);
+    out[3] = _mm256_unpackhi_epi64(ab2, cd2);
+}
+inline Vec power_of_two_above(Vec x) {  // 2^x <= result < 1.07 * 2^x, for x in -126 ... 127
+    const Vec scaled = _mm256_fmadd_ps(x, _mm256_set1_ps(0x1p23f), _mm256_set1_ps(127 * 0x1p23f));
+    return _mm256_castsi256_ps(_mm256_cvtps_epi32(scaled));
+}
 
 #endif
 
@@ -277,6 +309,12 @@ inline Vec exponential(Vec x) {
     p = fma(p, r, splat(1.0f));
     p = fma(p, r, splat(1.0f));
     return zero_below(times_power_of_two(p, n), x, low);
+}
+
+// An upper bound of e^x, up to rounding, that is too large by at most 7 %: between powers of two it
+// goes straight.
+inline Vec exponential_above(Vec x) {
+    return power_of_two_above(mul(max(x, splat(-87.3f)), splat(1.44269504f)));
 }
 
 inline Vec silu(Vec x) { return div(x, add(splat(1.0f), exponential(sub(splat(0.0f), x)))); }
