@@ -128,27 +128,53 @@ inline void keep_head(float* scores, int64_t vocab, Head head) {
     }
 }
 
-// Philox4x32-10: the words of tokens `first` ... `first + kTogether - 1`, `first` a multiple of 4.
-inline void random_words(const hr_draw_row& row, int64_t first, Words (&words)[4]) {
-    constexpr int kQuarter = HR_LANES / 4;
-    uint32_t groups[HR_LANES];  // of four tokens; in the order that leaves `by_fours` sorted
-    for (int i = 0; i < HR_LANES; ++i)
-        groups[i] = (uint32_t)(first / 4) + i % 4 * kQuarter + i / 4;
-    Words a = load_words(groups), b = splat_word(row.output_index);
-    Words c = splat_word(row.choice_index), d = splat_word(0);  // purpose: sampling
-    uint32_t low_key = (uint32_t)row.seed, high_key = (uint32_t)(row.seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-        const Words b_before = b, d_before = d;
-        Words high_of_a, high_of_c;
-        multiply(a, splat_word(0xD2511F53u), high_of_a, d);
-        multiply(c, splat_word(0xCD9E8D57u), high_of_c, b);
-        a = exclusive_or(exclusive_or(high_of_c, b_before), splat_word(low_key));
-        c = exclusive_or(exclusive_or(high_of_a, d_before), splat_word(high_key));
-        low_key += 0x9E3779B9u;
-        high_key += 0xBB67AE85u;
+// Philox4x32-10 for the tokens of one row. A group of four tokens has a pair of words of each
+// vector, of which the upper one may hold anything: products take the lower ones.
+class Noise {
+  public:
+    explicit Noise(const hr_draw_row& row)
+        : output_(splat_word(row.output_index)), choice_(splat_word(row.choice_index)) {
+        uint32_t low_key = (uint32_t)row.seed, high_key = (uint32_t)(row.seed >> 32);
+        for (int round = 0; round < kRounds; ++round) {
+            low_keys_[round] = splat_word(low_key);
+            high_keys_[round] = splat_word(high_key);
+            low_key += 0x9E3779B9u;
+            high_key += 0xBB67AE85u;
+        }
+        for (int half = 0; half < 2; ++half) {
+            uint32_t groups[HR_LANES] = {};
+            for (int i = 0; i < kGroups; ++i)
+                groups[2 * i] = half * kGroups + i % 2 * (kGroups / 2) + i / 2;
+            groups_[half] = load_words(groups);
+        }
     }
-    by_fours(a, b, c, d, words);
-}
+
+    // The words of tokens `first` ... `first + kTogether - 1`, `first` a multiple of 4.
+    void words(int64_t first, Words (&words)[4]) const {
+        const Words first_group = splat_word((uint32_t)(first / 4));
+        for (int half = 0; half < 2; ++half) {
+            Words a = add(groups_[half], first_group), b = output_, c = choice_;
+            Words d = splat_word(0);  // purpose: sampling
+            for (int round = 0; round < kRounds; ++round) {
+                const Words of_a = multiply_low(a, splat_word(0xD2511F53u));
+                const Words of_c = multiply_low(c, splat_word(0xCD9E8D57u));
+                a = exclusive_or(high_words(of_c), b, low_keys_[round]);
+                c = exclusive_or(high_words(of_a), d, high_keys_[round]);
+                b = of_c;
+                d = of_a;
+            }
+            const Words ab = low_words(a, b), cd = low_words(c, d);
+            words[2 * half] = even_pairs(ab, cd);
+            words[2 * half + 1] = odd_pairs(ab, cd);
+        }
+    }
+
+  private:
+    static constexpr int kRounds = 10, kGroups = HR_LANES / 2;
+
+    Words low_keys_[kRounds], high_keys_[kRounds], groups_[2];
+    const Words output_, choice_;
+};
 
 inline float gumbel(uint32_t word) { return (float)-log(-log((word + 0.5) * 0x1p-32)); }
 
@@ -160,10 +186,10 @@ struct Winner {
 // Gives noise to those of `kTogether` tokens from `first` on that can still win. With u the uniform
 // number, noise is at most -log(1 - u), so a token that lacks `d` needs 1 - u <= e^-d, which is
 // compared with a power that is too large by at most 7 %. The factor makes up for all rounding.
-inline void draw_together(const hr_draw_row& row, const Vec (&scores)[4], int64_t first,
+inline void draw_together(const Noise& noise, const Vec (&scores)[4], int64_t first,
                           Winner& winner) {
     Words words[4];
-    random_words(row, first, words);
+    noise.words(first, words);
     const Vec to_beat = splat(winner.sum), factor = splat(0x1p31f * 1.0001f);
     for (int part = 0; part < 4; ++part) {
         const Vec most = mul(exponential_above(sub(scores[part], to_beat)), factor);
@@ -183,10 +209,10 @@ inline void draw_together(const hr_draw_row& row, const Vec (&scores)[4], int64_
     }
 }
 
-inline Winner with_noise(const hr_draw_row& row, int64_t token, float score) {
+inline Winner with_noise(const Noise& noise, int64_t token, float score) {
     Words words[4];
     uint32_t numbers[HR_LANES];
-    random_words(row, token / 4 * 4, words);
+    noise.words(token / 4 * 4, words);
     store_words(numbers, words[0]);
     return {token, score + gumbel(numbers[token % 4])};
 }
@@ -200,10 +226,10 @@ struct StoredScores {
     float bound(float limit) const { return limit; }
     Vec compared(int64_t token) const { return from(token); }
     // The best score is 0, and every row has it.
-    Winner first_contender(const hr_draw_row& row) const {
+    Winner first_contender(const Noise& noise) const {
         for (int64_t i = 0;; i += HR_LANES) {
             const uint32_t lanes = at_least(from(i), splat(0.0f));
-            if (lanes != 0) return with_noise(row, i + __builtin_ctz(lanes), 0.0f);
+            if (lanes != 0) return with_noise(noise, i + __builtin_ctz(lanes), 0.0f);
         }
     }
 };
@@ -214,6 +240,7 @@ struct StoredScores {
 struct ScaledLogits {
     const float* logits;
     int64_t vocab;
+    int64_t best;
     float maximum, temperature;
 
     Vec compared(int64_t token) const {
@@ -223,14 +250,13 @@ struct ScaledLogits {
     // No token with a score of `limit` < 0 at least has a lower distance; the factor makes up for
     // all rounding.
     float bound(float limit) const { return limit * temperature * 1.00001f; }
-    Winner first_contender(const hr_draw_row& row) const {
-        return with_noise(row, row.best, 0.0f);
-    }
+    Winner first_contender(const Noise& noise) const { return with_noise(noise, best, 0.0f); }
 };
 
 template <typename Source>
 inline int64_t draw_token(const hr_draw_row& row, const Source& source) {
-    Winner winner = source.first_contender(row);
+    const Noise noise(row);
+    Winner winner = source.first_contender(noise);
     for (int64_t i = 0; i < source.vocab; i += kTogether) {
         const Vec bound = splat(source.bound(winner.sum - kGumbelMax));
         uint32_t contenders = 0;
@@ -242,7 +268,7 @@ inline int64_t draw_token(const hr_draw_row& row, const Source& source) {
             const int64_t k = i + part * HR_LANES;
             scores[part] = k < source.vocab ? source.from(k) : splat(-INFINITY);
         }
-        draw_together(row, scores, i, winner);
+        draw_together(noise, scores, i, winner);
     }
     return winner.token;
 }
@@ -266,7 +292,7 @@ inline void run_draw(const Draw& draw, int thread, int num_threads) {
     for (int64_t i = thread; i < draw.num_rows; i += num_threads) {
         const hr_draw_row& row = draw.rows[i];
         const float* logits = draw.logits + row.row * vocab;
-        const ScaledLogits scaled = {logits, vocab, logits[row.best], row.temperature};
+        const ScaledLogits scaled = {logits, vocab, row.best, logits[row.best], row.temperature};
         if (draw.are_scores_kept)
             draw.token_ids[i] = draw_row(row, scaled, draw.scores + i * vocab);
         else if (is_filtered(row, vocab))

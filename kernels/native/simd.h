@@ -117,23 +117,20 @@ typedef __m512i Words;  // of 32 bits, unsigned
 inline Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_words(uint32_t* p, Words w) { _mm512_storeu_si512(p, w); }
 inline Words splat_word(uint32_t w) { return _mm512_set1_epi32((int)w); }
-inline Words exclusive_or(Words a, Words b) { return _mm512_xor_si512(a, b); }
-inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alike
-    const Words even = _mm512_mul_epu32(a, b), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), b);
-    high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
-    low = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+inline Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words exclusive_or(Words a, Words b, Words c) {
+    return _mm512_ternarylogic_epi32(a, b, c, 0x96);
 }
+// Pairs of words are numbers of 64 bits, low word first.
+inline Words multiply_low(Words a, Words b) { return _mm512_mul_epu32(a, b); }  // their low words
+inline Words high_words(Words a) { return _mm512_srli_epi64(a, 32); }
+inline Words low_words(Words a, Words b) {  // a's first in each pair
+    return _mm512_mask_mov_epi32(a, 0xaaaa, _mm512_slli_epi64(b, 32));
+}
+inline Words even_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }  // in turn
+inline Words odd_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
 inline Vec upper_halves(Words w) {  // (2^32 - 1 - w) / 2, as floats
     return _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_xor_si512(w, _mm512_set1_epi32(-1)), 1));
-}
-// Four words of every lane in turn, of the lanes i, 4 + i, 8 + i, ... in out[i].
-inline void by_fours(Words a, Words b, Words c, Words d, Words (&out)[4]) {
-    const Words ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
-    const Words ab2 = _mm512_unpackhi_epi32(a, b), cd2 = _mm512_unpackhi_epi32(c, d);
-    out[0] = _mm512_unpacklo_epi64(ab, cd);
-    out[1] = _mm512_unpackhi_epi64(ab, cd);
-    out[2] = _mm512_unpacklo_epi64(ab2, cd2);
-    out[3] = _mm512_unpackhi_epi64(ab2, cd2);
 }
 inline Vec power_of_two_above(Vec x) {  // 2^x <= result < 1.07 * 2^x, for x in -126 ... 127
     const Vec scaled = _mm512_fmadd_ps(x, _mm512_set1_ps(0x1p23f), _mm512_set1_ps(127 * 0x1p23f));
@@ -220,23 +217,20 @@ typedef __m256i Words;  // of 32 bits, unsigned
 inline Words load_words(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void store_words(uint32_t* p, Words w) { _mm256_storeu_si256((__m256i*)p, w); }
 inline Words splat_word(uint32_t w) { return _mm256_set1_epi32((int)w); }
-inline Words exclusive_or(Words a, Words b) { return _mm256_xor_si256(a, b); }
-inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alike
-    const Words even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
-    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+inline Words add(Words a, Words b) { return _mm256_add_epi32(a, b); }
+inline Words exclusive_or(Words a, Words b, Words c) {
+    return _mm256_xor_si256(_mm256_xor_si256(a, b), c);
 }
+// Pairs of words are numbers of 64 bits, low word first.
+inline Words multiply_low(Words a, Words b) { return _mm256_mul_epu32(a, b); }  // their low words
+inline Words high_words(Words a) { return _mm256_srli_epi64(a, 32); }
+inline Words low_words(Words a, Words b) {  // a's first in each pair
+    return _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xaa);
+}
+inline Words even_pairs(Words a, Words b) { return _mm256_unpacklo_epi64(a, b); }  // in turn
+inline Words odd_pairs(Words a, Words b) { return _mm256_unpackhi_epi64(a, b); }
 inline Vec upper_halves(Words w) {  // (2^32 - 1 - w) / 2, as floats
     return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_xor_si256(w, _mm256_set1_epi32(-1)), 1));
-}
-// Four words of every lane in turn, of the lanes i, 4 + i, 8 + i, ... in out[i].
-inline void by_fours(Words a, Words b, Words c, Words d, Words (&out)[4]) {
-    const Words ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
-    const Words ab2 = _mm256_unpackhi_epi32(a, b), cd2 = _mm256_unpackhi_epi32(c, d);
-    out[0] = _mm256_unpacklo_epi64(ab, cd);
-    out[1] = _mm256_unpackhi_epi64(ab, cd);
-    out[2] = _mm256_unpacklo_epi64(ab2, cd2);
-    out[3] = _mm256_unpackhi_epi64(ab2, cd2);
 }
 inline Vec power_of_two_above(Vec x) {  // 2^x <= result < 1.07 * 2^x, for x in -126 ... 127
     const Vec scaled = _mm256_fmadd_ps(x, _mm256_set1_ps(0x1p23f), _mm256_set1_ps(127 * 0x1p23f));
