@@ -74,7 +74,7 @@ template <bool kIsMass>
 inline void find_digit(const float* scores, int64_t vocab, int shift, Search& search) {
     double sums[kNumSums] = {};
     add_weights<kIsMass>(scores, vocab, search.first, search.end, shift, sums);
-    const int size = (int)((search.end - search.first - 1) >> shift) + 1;
+    const int size = (int)((search.end - search.first) >> shift);
     int digit = -1;
     for (int i = 0; i < size; ++i) {
         if (sums[i] == 0.0) continue;
@@ -86,13 +86,28 @@ inline void find_digit(const float* scores, int64_t vocab, int shift, Search& se
     search.end = search.first + (1u << shift);
 }
 
-// The shortest head with `top_p` of the whole mass.
-inline Head find_nucleus(const float* scores, int64_t vocab, double top_p) {
+// Those of the scores that are not below `lowest`, in order; returns how many. Writes at most
+// HR_LANES more than there are scores.
+inline int64_t take_best(const float* scores, int64_t vocab, float lowest, float* best) {
+    const Vec limit = splat(lowest);
+    int64_t size = 0;
+    for (int64_t i = 0; i < vocab; i += HR_LANES) {
+        const Vec v = load_scores(scores + i, vocab - i);
+        const uint32_t lanes = at_least(v, limit);
+        store_lanes(best + size, v, lanes);
+        size += __builtin_popcount(lanes);
+    }
+    return size;
+}
+
+// The shortest head with `top_p` of the whole mass. `memory`: of vocab + HR_LANES floats.
+inline Head find_nucleus(const float* scores, int64_t vocab, double top_p, float* memory) {
     const double total = sum_exponentials(scores, vocab, 0.0f);
     // All tokens with lower scores have less than the mass that the head may lack.
     const float lowest = (float)log(0.999 * (1.0 - top_p) * total / (double)vocab);
-    Search search = {0, rank_of(lowest) + 1, top_p * total, 0.0};
-    for (const int shift : kDigits) find_digit<true>(scores, vocab, shift, search);
+    const int64_t num_best = take_best(scores, vocab, lowest, memory);
+    Search search = {0, kExcludedRank, top_p * total, 0.0};
+    for (const int shift : kDigits) find_digit<true>(memory, num_best, shift, search);
     const float worst = score_of(search.first);
     float weights[HR_LANES];
     store(weights, exponential(splat(worst)));
@@ -277,28 +292,29 @@ inline bool is_filtered(const hr_draw_row& row, int64_t vocab) {
     return row.min_score > -INFINITY || (row.top_k > 0 && row.top_k < vocab) || row.top_p < 1.0;
 }
 
-inline int64_t draw_row(const hr_draw_row& row, const ScaledLogits& logits, float* scores) {
+inline int64_t draw_row(const hr_draw_row& row, const ScaledLogits& logits, float* scores,
+                        float* memory) {
     const int64_t vocab = logits.vocab;
     for (int64_t i = 0; i < vocab; i += HR_LANES) store_some(scores + i, logits.from(i), vocab - i);
     if (row.min_score > -INFINITY) keep_head(scores, vocab, {row.min_score, INT64_MAX});
     if (row.top_k > 0 && row.top_k < vocab)
         keep_head(scores, vocab, find_top(scores, vocab, row.top_k));
-    if (row.top_p < 1.0) keep_head(scores, vocab, find_nucleus(scores, vocab, row.top_p));
+    if (row.top_p < 1.0) keep_head(scores, vocab, find_nucleus(scores, vocab, row.top_p, memory));
     return draw_token(row, StoredScores{scores, vocab});
 }
 
 inline void run_draw(const Draw& draw, int thread, int num_threads) {
     const int64_t vocab = draw.vocab;
+    float* memory = draw.memory + thread * draw_memory(vocab);
+    float* own = memory + vocab + HR_LANES;
     for (int64_t i = thread; i < draw.num_rows; i += num_threads) {
         const hr_draw_row& row = draw.rows[i];
         const float* logits = draw.logits + row.row * vocab;
         const ScaledLogits scaled = {logits, vocab, row.best, logits[row.best], row.temperature};
-        if (draw.are_scores_kept)
-            draw.token_ids[i] = draw_row(row, scaled, draw.scores + i * vocab);
-        else if (is_filtered(row, vocab))
-            draw.token_ids[i] = draw_row(row, scaled, draw.scores + thread * vocab);
-        else
-            draw.token_ids[i] = draw_token(row, scaled);
+        float* scores = draw.scores == nullptr ? own : draw.scores + i * vocab;
+        draw.token_ids[i] = draw.scores != nullptr || is_filtered(row, vocab)
+                                ? draw_row(row, scaled, scores, memory)
+                                : draw_token(row, scaled);
     }
 }
 

@@ -33,7 +33,7 @@ struct StepMemory {
     std::vector<char> scratch;
     std::vector<char> quantized;
     std::vector<Best> bests;
-    std::vector<char> scores;
+    std::vector<char> drawing;
 };
 
 // What quantized products need: rows in blocks of a cache line, and a row for its norm.
@@ -312,11 +312,10 @@ int32_t hr_argmax(hr_pool* pool, int32_t isa, const float* scores, int64_t num_r
 
 int32_t hr_draw(hr_pool* pool, int32_t isa, const float* logits, int64_t vocab,
                 const hr_draw_row* rows, int64_t num_rows, float* scores, int64_t* token_ids) {
-    Draw draw = {logits, num_rows, vocab, rows, scores, scores != nullptr, token_ids};
+    Draw draw = {logits, num_rows, vocab, rows, scores, token_ids, nullptr};
     try {
-        if (!draw.are_scores_kept)
-            draw.scores = (float*)aligned(pool->memory.scores,
-                                          pool->threads.num_threads * vocab * sizeof(float));
+        const int64_t num_floats = pool->threads.num_threads * draw_memory(vocab);
+        draw.memory = (float*)aligned(pool->memory.drawing, num_floats * sizeof(float));
     } catch (const std::bad_alloc&) {
         return -1;
     }

@@ -22,7 +22,9 @@ inline double sum_exponentials(const float* logits, int64_t vocab, float maximum
     for (int64_t i = 0; i < vocab; i += kSums)
         for (int part = 0; part < kParts && i + part * HR_LANES < vocab; ++part) {
             const int64_t first = i + part * HR_LANES;
-            const Vec e = exponential(sub(load_scores(logits + first, vocab - first), most));
+            const Vec x = sub(load_scores(logits + first, vocab - first), most);
+            if (at_least(x, splat(kLeastExponent)) == 0) continue;  // all add 0
+            const Vec e = exponential(x);
             totals[2 * part] = add(totals[2 * part], low_half(e));
             totals[2 * part + 1] = add(totals[2 * part + 1], high_half(e));
         }

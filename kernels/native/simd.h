@@ -107,6 +107,11 @@ inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+// Writes the lanes that the bits name one after the other, and anything up to HR_LANES floats.
+inline void store_lanes(float* p, Vec v, uint32_t lanes) {
+    _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)lanes, v));
+}
+
 typedef __m512d Doubles;  // half as many as floats
 inline Doubles add(Doubles a, Doubles b) { return _mm512_add_pd(a, b); }
 inline void store(double* p, Doubles v) { _mm512_storeu_pd(p, v); }
@@ -207,6 +212,13 @@ inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+// Writes the lanes that the bits name one after the other, and anything up to HR_LANES floats.
+inline void store_lanes(float* p, Vec v, uint32_t lanes) {
+    float all[HR_LANES];
+    _mm256_storeu_ps(all, v);
+    for (; lanes != 0; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+}
+
 typedef __m256d Doubles;  // half as many as floats
 inline Doubles add(Doubles a, Doubles b) { return _mm256_add_pd(a, b); }
 inline void store(double* p, Doubles v) { _mm256_storeu_pd(p, v); }
@@ -286,10 +298,12 @@ class DenormalsKept {
     const unsigned before_;
 };
 
+constexpr float kLeastExponent = -87.3f;
+
 // e^x with about one unit in the last place; exactly 1 at 0, 0 below -87.3, finite above 88.
 // Cody-Waite reduction by ln 2 in two parts, then the Taylor polynomial of degree 7.
 inline Vec exponential(Vec x) {
-    const Vec low = splat(-87.3f);
+    const Vec low = splat(kLeastExponent);
     const Vec bounded = max(low, min(splat(88.0f), x));
     const Vec n = round_to_int(mul(bounded, splat(1.44269504f)));
     Vec r = fma(n, splat(-0.693359375f), bounded);
@@ -308,7 +322,7 @@ inline Vec exponential(Vec x) {
 // An upper bound of e^x, up to rounding, that is too large by at most 7 %: between powers of two it
 // goes straight.
 inline Vec exponential_above(Vec x) {
-    return power_of_two_above(mul(max(x, splat(-87.3f)), splat(1.44269504f)));
+    return power_of_two_above(mul(max(x, splat(kLeastExponent)), splat(1.44269504f)));
 }
 
 inline Vec silu(Vec x) { return div(x, add(splat(1.0f), exponential(sub(splat(0.0f), x)))); }

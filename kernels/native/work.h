@@ -90,10 +90,13 @@ struct Draw {
     int64_t num_rows;
     int64_t vocab;
     const hr_draw_row* rows;
-    float* scores;  // [num_rows, vocab] if they are kept; else [num_threads, vocab]: scratch memory
-    bool are_scores_kept;
+    float* scores;  // [num_rows, vocab], or null
     int64_t* token_ids;
+    float* memory;  // [num_threads, draw_memory(vocab)]
 };
+
+// Floats of scratch memory for a thread that draws: scores twice, and what it writes behind some.
+inline int64_t draw_memory(int64_t vocab) { return 2 * vocab + kMaxLanes; }
 
 // Rows of which some tokens are to be scored, as `hr_score` takes them.
 struct Scoring {
