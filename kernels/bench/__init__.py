@@ -95,13 +95,9 @@ class KernelBench:
             ),
             "attention": lambda: iter([attention_kernel(self.kernels, self.shapes)]),
             "norms": lambda: iter([norm_kernel(self.kernels, self.shapes, self.rows)]),
-            "argmax": lambda: iter(
-                [argmax_kernel(self.kernels, self.shapes, self.rows, self.compares_torch)]
-            ),
+            "argmax": lambda: iter([argmax_kernel(self.kernels, self.shapes, self.rows)]),
             "draws": lambda: iter([draw_kernel(self.kernels, self.shapes, self.rows)]),
-            "logprobs": lambda: iter(
-                [score_kernel(self.kernels, self.shapes, self.rows, self.compares_torch)]
-            ),
+            "logprobs": lambda: iter([score_kernel(self.kernels, self.shapes, self.rows)]),
         }
         for kind in self.kinds:
             yield from makers[kind]()

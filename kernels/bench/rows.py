@@ -53,27 +53,27 @@ def draw_kernel(
 
 
 def argmax_kernel(
-    kernels: NativeKernels, shapes: Sequence[ModelShape], rows: Sequence[int], compares_torch: bool
+    kernels: NativeKernels, shapes: Sequence[ModelShape], rows: Sequence[int]
 ) -> Kernel:
     """The best token of each row of logits: greedy sampling."""
 
     def cases() -> Iterator[Case]:
         for shape in shapes:
             for num_rows in rows:
-                yield _argmax_case(kernels, shape, num_rows, compares_torch)
+                yield _argmax_case(kernels, shape, num_rows)
 
     return Kernel("argmax", lambda: _check_argmax(kernels), cases)
 
 
 def score_kernel(
-    kernels: NativeKernels, shapes: Sequence[ModelShape], rows: Sequence[int], compares_torch: bool
+    kernels: NativeKernels, shapes: Sequence[ModelShape], rows: Sequence[int]
 ) -> Kernel:
     """Log-probabilities of one token and of the best ones of each row."""
 
     def cases() -> Iterator[Case]:
         for shape in shapes:
             for num_rows in rows:
-                yield _score_case(kernels, shape, num_rows, 5, compares_torch)
+                yield _score_case(kernels, shape, num_rows, 5)
 
     return Kernel("logprobs", lambda: _check_score(kernels), cases)
 
@@ -177,14 +177,11 @@ def _check_argmax(kernels: NativeKernels) -> None:
     must_be_equal(torch.tensor(maxima).nan_to_num(), expected.values.nan_to_num(), "maxima")
 
 
-def _argmax_case(
-    kernels: NativeKernels, shape: ModelShape, num_rows: int, compares_torch: bool
-) -> Case:
+def _argmax_case(kernels: NativeKernels, shape: ModelShape, num_rows: int) -> Case:
     logits = _random_logits(num_rows, shape.vocab_size)
     return Case(
         shape.name, f"best of {shape.vocab_size}", num_rows, lambda: kernels.argmax(logits), 1,
         num_bytes=4 * logits.numel(), num_operations=0, format=Format.F32, is_cold=False,
-        torch_call=(lambda: logits.max(dim=1)) if compares_torch else None,
     )  # fmt: skip
 
 
@@ -201,9 +198,7 @@ def _check_score(kernels: NativeKernels) -> None:
     must_be_equal(torch.from_numpy(ranks), 1 + (order == 5).nonzero()[:, 1], "ranks")
 
 
-def _score_case(
-    kernels: NativeKernels, shape: ModelShape, num_rows: int, num_top: int, compares_torch: bool
-) -> Case:
+def _score_case(kernels: NativeKernels, shape: ModelShape, num_rows: int, num_top: int) -> Case:
     logits = _random_logits(num_rows, shape.vocab_size)
     rows, token_ids, tops = list(range(num_rows)), [5] * num_rows, [num_top] * num_rows
     maxima = logits.amax(dim=1).tolist()
@@ -211,7 +206,4 @@ def _score_case(
         shape.name, f"{num_top} best of {shape.vocab_size}", num_rows,
         lambda: kernels.score(logits, rows, token_ids, tops, maxima), 1,
         num_bytes=4 * logits.numel(), num_operations=0, format=Format.F32, is_cold=False,
-        torch_call=(
-            (lambda: logits.log_softmax(dim=1).topk(num_top)) if compares_torch else None
-        ),
     )  # fmt: skip

@@ -29,10 +29,10 @@ all threads do on registers alone. GB/s count the weights of a product or the ke
 attention once, GFLOP/s two operations a multiply-add. `of limit` is the time that the slower of
 these two limits needs at least, as a share of the time taken: near 100 % nothing is left to gain.
 Products with few rows are limited by memory, with many by arithmetic. What works in the caches
-(norms, and with few rows argmax, draws and logprobs) has no limit there. Times are the best of several calls, each through so many
-matrices that no cache holds them. `x torch` is the median of torch's time over ours, alternating:
-for quantized matrices torch multiplies bfloat16 ones of the same shape, and it does without
-the activation that follows gate_up.
+(norms, and with few rows argmax, draws and logprobs) has no limit there. Times are the best of
+several calls; products and attention go through so many matrices that no cache holds them.
+`x torch` is the median of torch's time over ours, alternating: for quantized matrices torch
+multiplies bfloat16 ones of the same shape, and it does without the activation that follows gate_up.
 
 Before a kernel is measured, it must pass a test against its reference. One that fails is not
 measured, and the exit code is 1. On a machine with other work the shares say little: they are only
@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
         help="rows of all but attention (default: 1 8 64 512)",
     )  # fmt: skip
     parser.add_argument(
-        "--compare-torch", action="store_true", help="alternate products, argmax and logprobs with torch"
+        "--compare-torch", action="store_true", help="alternate products with torch's linear"
     )
 
 
