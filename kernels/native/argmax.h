@@ -13,12 +13,13 @@ namespace {
 
 constexpr int64_t kSearched = 1024;  // scores of which the best is looked for again
 
-// The first that is not a number, if there is one.
+// The first that is not a number: there is one.
 inline Best first_nan(const float* scores, int64_t from) {
     while (scores[from] == scores[from]) ++from;
     return {scores[from], from};
 }
 
+// The first of the largest, `best`, which is there.
 inline Best first_equal(const float* scores, int64_t from, int64_t to, float best) {
     const Vec wanted = splat(best);
     for (int64_t i = from;; i += HR_LANES) {

@@ -242,10 +242,11 @@ struct StoredScores {
     Vec compared(int64_t token) const { return from(token); }
     // The best score is 0, and every row has it.
     Winner first_contender(const Noise& noise) const {
-        for (int64_t i = 0;; i += HR_LANES) {
+        for (int64_t i = 0; i < vocab; i += HR_LANES) {
             const uint32_t lanes = at_least(from(i), splat(0.0f));
             if (lanes != 0) return with_noise(noise, i + __builtin_ctz(lanes), 0.0f);
         }
+        return {-1, -INFINITY};
     }
 };
 
