@@ -1,9 +1,12 @@
 """Runs one step: applies what changed, runs the model over the flat token batch, samples."""
 
+import math
+
 import torch
 
 from headrace.configs.config import LogprobsMode
 from headrace.configs.errors import HeadraceError, NonFiniteLogitsError, RequestFailedError
+from headrace.workers.argmax import argmax_rows
 from headrace.workers.input_batch import (
     InputBatch,
     KnownChoice,
@@ -13,7 +16,7 @@ from headrace.workers.input_batch import (
     sampling_row,
 )
 from headrace.workers.kv_cache import KVCache
-from headrace.workers.logprobs import SCORE_ROWS, reported_scores, score_tokens
+from headrace.workers.logprobs import SCORE_ROWS, score_rows
 from headrace.workers.models import Decoder
 from headrace.workers.protocol import (
     CachedRequestData,
@@ -118,12 +121,17 @@ class ModelRunner:
         hidden = residual[scored.rows].split(SCORE_ROWS)
         for rows, token_ids in zip(hidden, scored.token_ids.split(SCORE_ROWS), strict=True):
             logits = self.model.compute_logits(rows)
-            if not logits.max(dim=-1).values.isfinite().all():
+            maxima, _ = argmax_rows(logits, self.model.kernels)
+            if not all(map(math.isfinite, maxima)):
                 raise NonFiniteLogitsError(
                     "the model produced NaN or infinite logits for the prompt, before token "
                     f"{scored.positions.start + len(entries) + len(rows)}"
                 )
-            entries += score_tokens(reported_scores(logits, self._prompt_mode), token_ids, num_top)
+            numbers = range(len(maxima))
+            entries += score_rows(
+                logits, numbers, token_ids.tolist(), [num_top] * len(maxima), maxima,
+                self._prompt_mode, self.model.kernels,
+            )  # fmt: skip
         return entries
 
     def _sample_batch(

@@ -114,9 +114,11 @@ class Step(ctypes.Structure):
 
 
 class DrawRow(ctypes.Structure):
-    """How one row of scores is drawn from: `hr_draw_row`."""
+    """How one row of logits is drawn from: `hr_draw_row`."""
 
     _fields_ = (
+        ("row", ctypes.c_int64),
+        ("best", ctypes.c_int64),
         ("top_p", ctypes.c_double),
         ("seed", ctypes.c_uint64),
         ("top_k", ctypes.c_int64),
@@ -155,9 +157,15 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
             int32,
             (pointer, pointer, int32, int64, pointer, int64, ctypes.c_float, int32, pointer),
         ),
+        "hr_argmax": (int32, (pointer, int32, pointer, int64, int64, pointer, pointer)),
         "hr_draw": (
+            int32,
+            (pointer, int32, pointer, int64, ctypes.POINTER(DrawRow), int64, pointer, pointer),
+        ),
+        "hr_score": (
             None,
-            (pointer, int32, pointer, int64, int64, ctypes.POINTER(DrawRow), pointer),
+            (pointer, int32, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
+            + 3 * (pointer,),
         ),
         "hr_peak": (ctypes.c_double, (pointer, int32, int32, int64)),
     }

@@ -74,6 +74,15 @@ inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
 inline uint32_t at_least(Vec x, Vec limit) {  // bit i: lane i of x is not below that of limit
     return mask_bits({vcgeq_f32(x.low, limit.low), vcgeq_f32(x.high, limit.high)});
 }
+inline uint32_t above(Vec x, Vec limit) {
+    return mask_bits({vcgtq_f32(x.low, limit.low), vcgtq_f32(x.high, limit.high)});
+}
+inline uint32_t unordered(Vec a, Vec b) {  // bit i: lane i of one of them is not a number
+    const auto are_numbers = [](float32x4_t a, float32x4_t b) {
+        return vandq_u32(vceqq_f32(a, a), vceqq_f32(b, b));
+    };
+    return mask_bits({vmvnq_u32(are_numbers(a.low, b.low)), vmvnq_u32(are_numbers(a.high, b.high))});
+}
 inline Vec excluded_below(Vec x, Vec limit) {  // -Inf where x < limit
     return where(is_below(x, limit), splat(-__builtin_inff()), x);
 }
@@ -155,16 +164,77 @@ inline void store_words(uint32_t* p, Words w) {
     vst1q_u32(p + 4, w.high);
 }
 inline Words splat_word(uint32_t w) { return {vdupq_n_u32(w), vdupq_n_u32(w)}; }
-inline Words exclusive_or(Words a, Words b) {
-    return {veorq_u32(a.low, b.low), veorq_u32(a.high, b.high)};
+inline Words add(Words a, Words b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
+inline Words exclusive_or(Words a, Words b, Words c) {
+    return {veorq_u32(veorq_u32(a.low, b.low), c.low), veorq_u32(veorq_u32(a.high, b.high), c.high)};
 }
-inline void multiply(Words a, Words b, Words& high, Words& low) {
-    const auto high_words = [](uint32x4_t a, uint32x4_t b) {
-        return vuzp2q_u32(vreinterpretq_u32_u64(vmull_u32(vget_low_u32(a), vget_low_u32(b))),
-                          vreinterpretq_u32_u64(vmull_high_u32(a, b)));
+// Pairs of words are numbers of 64 bits, low word first.
+inline uint64x2_t pairs_of(uint32x4_t words) { return vreinterpretq_u64_u32(words); }
+inline uint32x4_t words_of(uint64x2_t pairs) { return vreinterpretq_u32_u64(pairs); }
+inline Words multiply_low(Words a, Words b) {  // their low words
+    const auto product = [](uint32x4_t a, uint32x4_t b) {
+        return words_of(vmull_u32(vmovn_u64(pairs_of(a)), vmovn_u64(pairs_of(b))));
     };
-    high = {high_words(a.low, b.low), high_words(a.high, b.high)};
-    low = {vmulq_u32(a.low, b.low), vmulq_u32(a.high, b.high)};
+    return {product(a.low, b.low), product(a.high, b.high)};
 }
+inline Words high_words(Words a) {
+    return {words_of(vshrq_n_u64(pairs_of(a.low), 32)), words_of(vshrq_n_u64(pairs_of(a.high), 32))};
+}
+inline Words low_words(Words a, Words b) {  // a's first in each pair
+    return {words_of(vsliq_n_u64(pairs_of(a.low), pairs_of(b.low), 32)),
+            words_of(vsliq_n_u64(pairs_of(a.high), pairs_of(b.high), 32))};
+}
+inline Words even_pairs(Words a, Words b) {  // in turn
+    return {words_of(vzip1q_u64(pairs_of(a.low), pairs_of(b.low))),
+            words_of(vzip1q_u64(pairs_of(a.high), pairs_of(b.high)))};
+}
+inline Words odd_pairs(Words a, Words b) {
+    return {words_of(vzip2q_u64(pairs_of(a.low), pairs_of(b.low))),
+            words_of(vzip2q_u64(pairs_of(a.high), pairs_of(b.high)))};
+}
+inline Vec upper_halves(Words w) {  // (2^32 - 1 - w) / 2, as floats
+    const auto half = [](uint32x4_t w) {
+        return vcvtq_f32_s32(vreinterpretq_s32_u32(vshrq_n_u32(vmvnq_u32(w), 1)));
+    };
+    return {half(w.low), half(w.high)};
+}
+inline Vec power_of_two_above(Vec x) {  // 2^x <= result < 1.07 * 2^x, for x in -126 ... 127
+    const Vec scaled = fma(x, splat(0x1p23f), splat(127 * 0x1p23f));
+    return {vreinterpretq_f32_s32(vcvtnq_s32_f32(scaled.low)),
+            vreinterpretq_f32_s32(vcvtnq_s32_f32(scaled.high))};
+}
+
+// Writes the lanes that the bits name one after the other, and anything up to HR_LANES floats.
+inline void store_lanes(float* p, Vec v, uint32_t lanes) {
+    float all[HR_LANES];
+    store(all, v);
+    for (; lanes != 0; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+}
+
+struct Doubles {  // half as many as floats
+    float64x2_t low, high;
+};
+inline Doubles add(Doubles a, Doubles b) {
+    return {vaddq_f64(a.low, b.low), vaddq_f64(a.high, b.high)};
+}
+inline void store(double* p, Doubles v) {
+    vst1q_f64(p, v.low);
+    vst1q_f64(p + 2, v.high);
+}
+inline Doubles widened(float32x4_t v) {
+    return {vcvt_f64_f32(vget_low_f32(v)), vcvt_high_f64_f32(v)};
+}
+inline Doubles low_half(Vec v) { return widened(v.low); }
+inline Doubles high_half(Vec v) { return widened(v.high); }
+
+inline uint64_t arithmetic_mode() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+inline void set_arithmetic_mode(uint64_t mode) {
+    asm volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+}
+constexpr uint64_t kFlushDenormals = 1u << 24;
 
 }  // namespace

@@ -527,12 +527,51 @@ class AttentionCheck {
     std::vector<int64_t> slots_;
 };
 
+// Also notes the best tokens, which drawing wants to know.
+void check_argmax(const Floats& logits, int64_t num_rows, int64_t vocab,
+                  std::vector<hr_draw_row>& rows) {
+    for (hr_pool* pool : pools) {
+        Floats maxima(num_rows);
+        std::vector<int64_t> best(num_rows, -1);
+        hr_argmax(pool, isa, logits.data(), num_rows, vocab, maxima.data(), best.data());
+        for (int64_t i = 0; i < num_rows; ++i) {
+            const float* row = logits.data() + i * vocab;
+            const int64_t expected = std::max_element(row, row + vocab) - row;
+            if (best[i] != expected || maxima[i] != row[expected])
+                fail("argmax", "another token", best[i], expected);
+            rows[i].best = best[i];
+        }
+    }
+}
+
+// Log probabilities of the drawn tokens and the five best: bit by bit AVX2's.
+void check_scores(const Floats& logits, int64_t num_rows, int64_t vocab,
+                  const std::vector<int64_t>& drawn) {
+    constexpr int64_t kStride = 6;
+    std::vector<int64_t> numbers, num_tops(num_rows, kStride - 1), ranks(num_rows);
+    Floats maxima;
+    for (int64_t i = 0; i < num_rows; ++i) {
+        numbers.push_back(i);
+        maxima.push_back(*std::max_element(logits.data() + i * vocab,
+                                           logits.data() + (i + 1) * vocab));
+    }
+    Floats scores(num_rows * kStride);
+    std::vector<int64_t> ids(num_rows * kStride);
+    hr_score(pools[0], isa, logits.data(), vocab, numbers.data(), num_rows, drawn.data(),
+             num_tops.data(), maxima.data(), kStride, scores.data(), ids.data(), ranks.data());
+    for (int64_t i = 0; i < num_rows; ++i)
+        if (ids[i * kStride] != drawn[i] || logits[i * vocab + ids[i * kStride + 1]] != maxima[i])
+            fail("score", "another token", ids[i * kStride], drawn[i]);
+    outputs.add("log probabilities", stored(scores, HR_F32), HR_F32);
+}
+
 void check_draw() {
     constexpr int64_t kVocab = 1003;
     Numbers numbers(5);
     std::vector<hr_draw_row> rows;
     for (int i = 0; i < 40; ++i) {
-        hr_draw_row row = {1.0, 1000003u * i, 0, -INFINITY, (uint32_t)i % 3, (uint32_t)i, 0.7f};
+        hr_draw_row row = {i,   0, 1.0, 1000003u * i, 0, -INFINITY, (uint32_t)i % 3, (uint32_t)i,
+                           0.7f};
         if (i >= 10 && i % 4 == 0) row.top_k = 1 + i;
         if (i >= 10 && i % 4 == 1) row.top_p = 0.9;
         if (i >= 10 && i % 4 == 2) row.min_score = -2.5f;
@@ -540,20 +579,22 @@ void check_draw() {
         rows.push_back(row);
     }
     const Floats logits = numbers.floats(rows.size() * kVocab, 3.0f);
+    const int64_t num_rows = (int64_t)rows.size();
+    check_argmax(logits, num_rows, kVocab, rows);
     std::vector<int64_t> ids[2];
-    Floats scores;
+    Floats scores(logits.size());
     for (int i = 0; i < 2; ++i) {
-        scores = logits;
-        ids[i].assign(rows.size(), -1);
-        hr_draw(pools[i], isa, scores.data(), (int64_t)rows.size(), kVocab, rows.data(),
+        ids[i].assign(num_rows, -1);
+        hr_draw(pools[i], isa, logits.data(), kVocab, rows.data(), num_rows, scores.data(),
                 ids[i].data());
     }
-    for (size_t i = 0; i < rows.size(); ++i) {
+    for (int64_t i = 0; i < num_rows; ++i) {
         if (ids[0][i] != ids[1][i]) fail("draw", "otherwise by three threads", ids[1][i], ids[0][i]);
         const Floats row(logits.begin() + i * kVocab, logits.begin() + (i + 1) * kVocab);
         if (i < 10 && ids[0][i] != drawn_token(rows[i], row))
             fail("draw", "another token", ids[0][i], drawn_token(rows[i], row));
     }
+    check_scores(logits, num_rows, kVocab, ids[0]);
     outputs.add("scores", stored(scores, HR_F32), HR_F32);
     Bytes drawn(rows.size() * 8);
     memcpy(drawn.data(), ids[0].data(), drawn.size());
