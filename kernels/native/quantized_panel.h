@@ -10,8 +10,8 @@
 namespace {
 
 constexpr int kCacheLine = 64;
-constexpr int kAhead = 12288;  // bytes that are fetched before they are needed
-constexpr int kPanelChunks = 16;  // at most: what the first-level cache holds beside rows of x
+constexpr int kAhead = 12928;  // bytes that are fetched before they are needed: no whole number of pages
+constexpr int kPanelChunks = 8;  // at most: what the first-level cache holds beside rows of x
 
 // Rows of a product's input, quantized.
 struct QuantizedRows {
