@@ -1,7 +1,7 @@
 // Products of quantized weights by tiles, bit for bit as without: a tile product has the exact dots
 // of 16 rows of x with 16 outputs, and the same operations make sums of them.
 //
-// Of a tile's 64 inputs a row only as many are used as have one scale: still half of what tiles can
+// Of a tile's 64 inputs a row only as many are used as have one scale: at most half of what tiles can
 // do, and with 16 cycles for 256 dots about the time that the other operations on them take.
 #pragma once
 
