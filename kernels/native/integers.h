@@ -29,6 +29,7 @@ inline Ints splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints splat_byte(int x) { return _mm512_set1_epi8((char)x); }
 inline Ints bits_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints bits_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 template <int kBits>
 inline Ints shifted_left(Ints a) {  // within 32 bits
     return _mm512_slli_epi32(a, kBits);
@@ -57,6 +58,7 @@ inline Ints splat_int(int32_t x) { return _mm256_set1_epi32(x); }
 inline Ints splat_byte(int x) { return _mm256_set1_epi8((char)x); }
 inline Ints bits_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints bits_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 template <int kBits>
 inline Ints shifted_left(Ints a) {  // within 32 bits
     return _mm256_slli_epi32(a, kBits);

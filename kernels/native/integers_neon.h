@@ -23,6 +23,12 @@ inline void store_ints(void* p, Ints a) {
 inline Ints splat_int(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
 inline Ints splat_byte(int x) { return splat_int((int32_t)(0x01010101u * (uint8_t)x)); }
 inline Ints bits_and(Ints a, Ints b) { return {vandq_s32(a.low, b.low), vandq_s32(a.high, b.high)}; }
+inline Ints sub_bytes(Ints a, Ints b) {
+    const auto difference = [](int32x4_t a, int32x4_t b) {
+        return vreinterpretq_s32_s8(vsubq_s8(bytes_of(a), bytes_of(b)));
+    };
+    return {difference(a.low, b.low), difference(a.high, b.high)};
+}
 inline Ints bits_or(Ints a, Ints b) { return {vorrq_s32(a.low, b.low), vorrq_s32(a.high, b.high)}; }
 template <int kBits>
 inline Ints shifted_left(Ints a) {  // within 32 bits

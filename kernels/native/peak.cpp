@@ -62,7 +62,7 @@ const TileShapes kTileShapes;
     }
 
 HR_TILE_LOOP(bf16_tiles, "tdpbf16ps")
-HR_TILE_LOOP(int8_tiles, "tdpbusd")
+HR_TILE_LOOP(int8_tiles, "tdpbssd")
 
 #endif
 

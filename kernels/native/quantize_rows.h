@@ -14,10 +14,20 @@ constexpr int kQuantizedInputs = 32;
 struct alignas(64) QuantizedBlock {
     int8_t codes[kQuantizedInputs];
     float scale;
-    float scaled_sum;       // scale * (sum of the codes), one rounding
-    int32_t minus_sum;      // of the codes
-    int32_t minus_sums[2];  // of the first and the last 16
-    int32_t unused[3];
+    float scaled_sum;            // scale * (sum of the codes), one rounding
+    int32_t minus_sums[3];       // of the codes: times 2^3, 2^4 and 2^7
+    int32_t minus_half_sums[2];  // of the first and the last 16: times 2^5
+    int32_t unused[1];
+
+    // -(sum of the codes) * 2^kOffsetBits: what the offset of a format's codes adds to a dot. Of all
+    // 32, or of one half.
+    template <int kOffsetBits, int kPart>
+    int32_t offset_sum() const {
+        static_assert(kOffsetBits == 3 || kOffsetBits == 4 || kOffsetBits == 5 || kOffsetBits == 7,
+                      "the offsets that formats have");
+        if constexpr (kOffsetBits == 5) return minus_half_sums[kPart];
+        return minus_sums[kOffsetBits == 7 ? 2 : kOffsetBits - 3];
+    }
 };
 
 inline int64_t num_quantized_blocks(int64_t num_inputs) {
@@ -80,14 +90,19 @@ inline void quantize_block(const Vec (&x)[kQuantizedInputs / HR_LANES], Quantize
     const Vec inverse = splat(127.0f / most);
     Vec scaled[2 * kHalf];
     for (int i = 0; i < 2 * kHalf; ++i) scaled[i] = mul(x[i], inverse);
+    int32_t sums[2];
     for (int half = 0; half < 2; ++half) {
         const Codes codes = narrow_codes(scaled + half * kHalf);
         store_codes(out.codes + 16 * half, codes);
-        out.minus_sums[half] = -sum_of_bytes(codes);
+        sums[half] = sum_of_bytes(codes);
+        out.minus_half_sums[half] = -sums[half] * 32;
     }
-    out.minus_sum = out.minus_sums[0] + out.minus_sums[1];
+    const int32_t sum = sums[0] + sums[1];
+    out.minus_sums[0] = -sum * 8;
+    out.minus_sums[1] = -sum * 16;
+    out.minus_sums[2] = -sum * 128;
     out.scale = most / 127.0f;
-    out.scaled_sum = out.scale * (float)-out.minus_sum;
+    out.scaled_sum = out.scale * (float)sum;
 }
 
 // A row of `size` inputs of format E into `num_quantized_blocks(size)` blocks.
