@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-enum { HR_INTERFACE_VERSION = 3, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
+enum { HR_INTERFACE_VERSION = 4, HR_MAX_BUFFERS = 8, HR_MAX_ROPES = 4 };
 
 // What a call may run on. Results depend on the family: AVX512, AVX512_VNNI and AMX are one, NEON
 // and NEON_DOTPROD another.

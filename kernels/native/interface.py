@@ -7,7 +7,7 @@ import ctypes
 import enum
 from pathlib import Path
 
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 MAX_BUFFERS = 8
 MAX_ROPES = 4
 LIBRARY = Path(__file__).parent / "libheadrace_kernels.so"

@@ -52,7 +52,7 @@ def test_best_instruction_set(
     monkeypatch.setattr(kernels_module, "open_library", lambda: Machine(bits))
     kernels = load_kernels("auto", 2)
     assert kernels is not None and kernels.isa == best
-    assert kernels.contract == f"native-3-{contract}"
+    assert kernels.contract == f"native-4-{contract}"
 
 
 def test_the_log_says_why_no_better_set(
