@@ -246,6 +246,8 @@ __attribute__((noinline)) void add_values(int64_t num_rows, const Factor<E>* pro
     });
 }
 
+#if !defined(__aarch64__)
+
 // Lane i of `v` where bit i is set, else of `other`.
 inline Vec chosen(uint32_t bits, Vec v, Vec other) {
 #if HR_LANES == 16
@@ -256,6 +258,19 @@ inline Vec chosen(uint32_t bits, Vec v, Vec other) {
     return _mm256_blendv_ps(other, v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lanes)));
 #endif
 }
+
+// The largest lane; none of them is NaN.
+inline float top(Vec v) {
+#if HR_LANES == 16
+    return _mm512_reduce_max_ps(v);
+#else
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+#endif
+}
+
+#endif
 
 // 2^x for x up to 126, with two units in the last place; exactly 1 at 0; 2^-126 below -126.
 // n = round(x); the polynomial has the smallest relative error on |x - n| <= 0.5 for its degree.
@@ -280,17 +295,6 @@ inline float power_of_two(float x) {
     float lanes[HR_LANES];
     store(lanes, power_of_two(splat(x)));
     return lanes[0];
-}
-
-// The largest lane; none of them is NaN.
-inline float top(Vec v) {
-#if HR_LANES == 16
-    return _mm512_reduce_max_ps(v);
-#else
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
-#endif
 }
 
 // From products to scores, in units of which 2 to the power is taken.

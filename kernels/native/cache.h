@@ -177,7 +177,7 @@ inline float element(C value) {
 }
 
 inline void set_element(float* out, float value) { *out = value; }
-inline void set_element(f16* out, float value) { out->bits = _cvtss_sh(value, 0); }
+inline void set_element(f16* out, float value) { *out = to_f16(value); }
 inline void set_element(bf16* out, float value) {  // which bf16 can hold
     uint32_t bits;
     memcpy(&bits, &value, 4);

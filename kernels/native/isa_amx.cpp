@@ -53,10 +53,10 @@ bool is_bf16_right(const Operands& t, int rows) {
 bool is_int8_right(const Operands& t, int rows, int input_bytes) {
     int32_t want[kTileRows][16] = {}, got[kTileRows][16] = {};
     const auto a = (const int8_t(*)[64])t.a;
-    const auto b = (const uint8_t(*)[64])t.b;
+    const auto b = (const int8_t(*)[64])t.b;
     model_int8(a, b, want, rows, input_bytes / 4);
     configure_tiles(rows, input_bytes);
-    multiply_tile_int8<1>(*a, sizeof *a, *b, sizeof *b, 0, got);
+    multiply_tile_int8(*a, sizeof *a, *b, sizeof *b, got);
     return memcmp(want, got, sizeof want) == 0;
 }
 
@@ -104,7 +104,8 @@ bool hr_are_tiles_right() {
         constexpr int kRows[] = {1, 7, kTileRows};
         for (const int rows : kRows)
             is_right &= is_bf16_right(t, rows) && is_int8_right(t, rows, kTileBytes) &&
-                        is_int8_right(t, rows, kHalfTileBytes);
+                        is_int8_right(t, rows, kHalfTileBytes) &&
+                        is_int8_right(t, rows, kQuarterTileBytes);
     }
     release_tiles();
     return is_right;
