@@ -152,7 +152,7 @@ template <typename E>
 inline void store_quick(E* p, Vec v) {
     store(p, v);
 }
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !defined(HR_AMX_EMULATED)  // which runs without it
 inline void store_quick(bf16* p, Vec v) {
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v));
 }

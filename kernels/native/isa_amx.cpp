@@ -1,5 +1,6 @@
-// Compiled for AVX-512 with VNNI and AMX. Without vdpbf16ps, whose order of sums is not that of
-// tiles: the few rows that do not fill tiles follow the order of plain AVX-512, which is.
+// Compiled for AVX-512 with VNNI and BF16, and AMX. Of BF16 it uses the conversion: not vdpbf16ps,
+// whose order of sums is not that of tiles. The few rows that do not fill tiles follow the order of
+// plain AVX-512, which is.
 #define HR_LANES 16
 #define HR_HAS_BF16 0
 #define HR_HAS_VNNI 1
