@@ -42,7 +42,7 @@ ISA_ARGS = {
     "isa_avx512.cpp": AVX512,
     "isa_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
     "isa_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
-    "isa_amx.cpp": [*AVX512, "-mavx512vnni", *AMX],
+    "isa_amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", *AMX],
     "isa_neon.cpp": [],
     "isa_neon_dotprod.cpp": ["-march=armv8.2-a+dotprod"],
 }

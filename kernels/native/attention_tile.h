@@ -7,6 +7,9 @@
 #pragma once
 
 #include "cache.h"
+#if HR_HAS_AMX
+#include "attention_amx.h"
+#endif
 
 namespace {
 
@@ -33,6 +36,20 @@ template <typename E>
 constexpr int kStripVectors = 4;
 template <>
 constexpr int kStripVectors<bf16> = HR_HAS_BF16 ? 4 : 2;
+
+// Whether tiles can multiply rows, and how many rows are between two products at once.
+template <typename E>
+constexpr bool kHasTiles = false;
+template <typename E>
+constexpr int64_t kSoftmaxRows = 24;
+#if HR_HAS_AMX
+template <>
+constexpr bool kHasTiles<bf16> = true;
+template <>
+constexpr int64_t kSoftmaxRows<bf16> = 2 * kTileRows;
+static_assert(kSoftmaxRows<bf16> <= kMaxSoftmaxRows && kMaxItemRows % kTileRows == 0,
+              "tiles write whole ones");
+#endif
 
 // R rows of x times V vectors of outputs, over sections of 16 k from `first` to `end`, of which the
 // last may end early, at `size`. `line(section, v)`: where vector v of the first k (or pair of k)
@@ -215,10 +232,16 @@ inline void prefetch_rows(const E* first, int64_t stride) {
 }
 
 // Scores [num_rows][kTile] of queries [num_rows][dim] and the keys of some groups of a tile.
+// `is_tiled`, if kHasTiles: by tiles, which write up to the next multiple of 16 rows.
 template <typename E>
-__attribute__((noinline)) void multiply_keys(int64_t num_rows, const Factor<E>* queries, int64_t dim,
-                          const Tile<E>& tile, int64_t first_group, int64_t end_group,
-                          float* scores) {
+__attribute__((noinline)) void multiply_keys(bool is_tiled, int64_t num_rows,
+                                             const Factor<E>* queries, int64_t dim,
+                                             const Tile<E>& tile, int64_t first_group,
+                                             int64_t end_group, float* scores) {
+    if constexpr (kHasTiles<E>) {
+        if (is_tiled)
+            return keys_by_tiles(num_rows, queries, dim, tile, first_group, end_group, scores);
+    }
     constexpr int64_t kVectors = kKeyGroup / HR_LANES;  // of a group
     constexpr int64_t P = kPair<E>;
     const Strips<E, false> strips = {queries,         dim,    0,    (dim + 15) / 16, dim,
@@ -233,10 +256,17 @@ __attribute__((noinline)) void multiply_keys(int64_t num_rows, const Factor<E>* 
 }
 
 // Adds the values of some groups of a tile, weighted with probabilities [num_rows][kTile], to sums
-// [num_rows][wide].
+// [num_rows][wide]; `is_tiled` as above.
 template <typename E>
-__attribute__((noinline)) void add_values(int64_t num_rows, const Factor<E>* probabilities, const Tile<E>& tile,
-                       int64_t first_group, int64_t end_group, int64_t wide, float* sums) {
+__attribute__((noinline)) void add_values(bool is_tiled, int64_t num_rows,
+                                          const Factor<E>* probabilities, const Tile<E>& tile,
+                                          int64_t first_group, int64_t end_group, int64_t wide,
+                                          float* sums) {
+    if constexpr (kHasTiles<E>) {
+        if (is_tiled)
+            return values_by_tiles(num_rows, probabilities, tile, first_group, end_group, wide,
+                                   sums);
+    }
     const Strips<E, true> strips = {probabilities, kTile, first_group, end_group, kTile,
                                     tile.value_stride, sums, wide};
     strips.multiply_all(num_rows, 0, wide / HR_LANES, [&](int64_t section, int64_t v) {

@@ -90,6 +90,7 @@ const char* why_no_tiles() {
 #else
 #if !defined(HR_AMX_EMULATED) && !defined(HR_AMX_ASSUMED)
     if (!has_amx_instructions()) return "the processor has no AMX with bf16 and int8";
+    if (!__builtin_cpu_supports("avx512bf16")) return "the processor has no AVX-512 BF16";
     if (!does_system_save_tiles()) return "the system does not save tiles";
     if (const char* denied = ask_for_tiles()) return denied;
 #endif
