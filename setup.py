@@ -5,9 +5,8 @@ installed without them and computes with torch.
 """
 
 import os
-import platform
 import re
-import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from setuptools.errors import CompileError
 
 NATIVE = Path("kernels") / "native"
 MODULE = "headrace.kernels.native.libheadrace_kernels"
+# Of the library: this one, or what _PYTHON_HOST_PLATFORM says, with a CXX for that.
+PLATFORM = sysconfig.get_platform()
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
@@ -35,13 +36,15 @@ COMPILE_ARGS = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AMX = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
-# One build has all instruction sets: a file each, and a choice at run time.
+# One build has all instruction sets of a kind of processor: a file each, and a choice at run time.
 ISA_ARGS = {
     "isa_avx2.cpp": AVX2,
     "isa_avx512.cpp": AVX512,
     "isa_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
     "isa_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
-    "isa_amx.cpp": [*AVX512, "-mavx512vnni", *AMX],
+    "isa_amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", *AMX],
+    "isa_neon.cpp": [],
+    "isa_neon_dotprod.cpp": ["-march=armv8.2-a+dotprod"],
 }
 
 
@@ -60,10 +63,11 @@ class BuildNative(build_ext):
         if target.exists() and target.stat().st_mtime > newest and not self.force:
             return
         target.unlink(missing_ok=True)  # it must not be taken for the new one if this fails
-        has_amx = self._can_compile(AMX, 'int main() { asm volatile("tilerelease"); }')
-        sources = [
-            source for source in ext.sources if has_amx or Path(source).name != "isa_amx.cpp"
-        ]
+        amx = str(NATIVE / "isa_amx.cpp")
+        has_amx = amx in ext.sources and self._can_compile(
+            AMX, 'int main() { asm volatile("tilerelease"); }'
+        )
+        sources = [source for source in ext.sources if has_amx or source != amx]
 
         def compiled(source: str) -> list[str]:
             args = [*COMPILE_ARGS, *ISA_ARGS.get(Path(source).name, [])]
@@ -119,13 +123,18 @@ def manylinux_tag(library: bytes) -> str | None:
     if not glibc or newest("GLIBCXX") > (3, 4, 25) or newest("CXXABI") > (1, 3, 11):
         return None
     major, minor = max(glibc[:2], (2, 28))
-    return f"manylinux_{major}_{minor}_{platform.machine()}"
+    return f"manylinux_{major}_{minor}_{PLATFORM.removeprefix('linux-')}"
 
 
 def extensions() -> list[Extension]:
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+    if PLATFORM not in ("linux-x86_64", "linux-aarch64"):
         return []
-    sources = sorted(str(path) for path in NATIVE.glob("*.cpp"))
+    is_arm = PLATFORM == "linux-aarch64"
+    sources = [
+        str(path)
+        for path in sorted(NATIVE.glob("*.cpp"))
+        if not path.name.startswith("isa_") or path.name.startswith("isa_neon") == is_arm
+    ]
     headers = [*sorted(str(path) for path in NATIVE.glob("*.h")), "setup.py"]
     return [Extension(MODULE, sources, depends=headers, optional=True)]
 

@@ -47,7 +47,8 @@ ALLOW_LONG_MAX_MODEL_LEN = Variable(
 CPU_KERNELS = Variable(
     "HEADRACE_CPU_KERNELS",
     "auto",
-    "kernels on CPUs: auto, reference (torch), avx2, avx512, avx512vnni, avx512bf16 or amx",
+    "kernels on CPUs: auto, reference (torch), avx2, avx512, avx512vnni, avx512bf16 or amx; on "
+    "64-bit Arm neon or neondotprod",
 )
 CPU_PINNING = Variable(
     "HEADRACE_CPU_PINNING",

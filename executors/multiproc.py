@@ -15,6 +15,7 @@ from headrace.configs.config import EngineConfig
 from headrace.configs.errors import HeadraceError, error_from_code
 from headrace.executors.child_process import ChildProcess
 from headrace.executors.executor import WorkerLostError
+from headrace.executors.worker_host import DEFAULT_WORKER
 from headrace.executors.worker_messages import (
     CallDone,
     FromWorker,
@@ -46,7 +47,7 @@ STOP_TIMEOUT_S = 1.0  # from the exit message to SIGKILL
 class WorkerHandle:
     """A worker process, its connection and what it last said."""
 
-    def __init__(self, rank: int, pass_fds: list[int]) -> None:
+    def __init__(self, rank: int, worker_class: str, pass_fds: list[int]) -> None:
         self.rank = rank
         self.phase = "start of the process"  # of the start-up
         self.info: WorkerInfo | None = None
@@ -54,6 +55,7 @@ class WorkerHandle:
         with theirs:
             arguments = [
                 "--connection", str(theirs.fileno()), "--rank", str(rank),
+                "--worker-class", worker_class,
                 "--log-level", str(logging.getLogger("headrace").getEffectiveLevel()),
             ]  # fmt: skip
             fds = [theirs.fileno(), *pass_fds]
@@ -106,10 +108,11 @@ class MultiprocExecutor:
         """As `Executor.start`. All workers must be ready within `start_timeout_s`."""
         progress("workers")
         parallel = self._config.parallel_config
+        worker_class = parallel.worker_cls or DEFAULT_WORKER
         for rank in range(parallel.world_size):
             memory = self._memories[rank // parallel.tensor_parallel_size]
             fds = [self._store, memory, *self._inherited]
-            self._workers.append(WorkerHandle(rank, fds))
+            self._workers.append(WorkerHandle(rank, worker_class, fds))
         for worker in self._workers:
             memory = self._memories[worker.rank // parallel.tensor_parallel_size]
             setup = WorkerSetup(

@@ -21,8 +21,12 @@ DEFAULT_WORKER = "headrace.workers.worker.Worker"
 
 
 def preload(worker_class: str = DEFAULT_WORKER) -> None:
-    """Import what workers need (torch takes seconds) while the configuration is on its way."""
-    importlib.import_module(worker_class.rpartition(".")[0])
+    """Import what workers need (torch takes seconds) while the configuration is on its way.
+
+    A class of the user's own may not be found before that has come: it is imported then.
+    """
+    if worker_class == DEFAULT_WORKER:
+        importlib.import_module(worker_class.rpartition(".")[0])
 
 
 class WorkerHost:

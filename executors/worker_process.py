@@ -115,6 +115,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="headrace.executors.worker_process")
     parser.add_argument("--connection", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--worker-class", required=True)
     parser.add_argument("--parent-pipe", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--log-level", type=int, default=logging.INFO)
@@ -131,7 +132,7 @@ def main(argv: list[str]) -> int:
     )
     gc.disable()  # until the imports are done
     server = WorkerServer(Connection(args.connection))
-    preload()
+    preload(args.worker_class)
     return server.run()
 
 

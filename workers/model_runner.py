@@ -1,11 +1,13 @@
 """Runs one step: applies what changed, runs the model over the flat token batch, samples."""
 
+import math
 from collections import deque
 
 import torch
 
 from headrace.configs.config import LogprobsMode
 from headrace.configs.errors import HeadraceError, NonFiniteLogitsError, RequestFailedError
+from headrace.workers.argmax import argmax_rows
 from headrace.workers.distributed import Place
 from headrace.workers.distributed.groups import WorkerGroups
 from headrace.workers.input_batch import (
@@ -17,7 +19,7 @@ from headrace.workers.input_batch import (
     sampling_row,
 )
 from headrace.workers.kv_cache import KVCache
-from headrace.workers.logprobs import SCORE_ROWS, reported_scores, score_tokens
+from headrace.workers.logprobs import SCORE_ROWS, score_rows
 from headrace.workers.models import Decoder
 from headrace.workers.protocol import (
     CachedRequestData,
@@ -162,13 +164,17 @@ class ModelRunner:
     def _scores(
         self, scored: ScoredRows, logits: torch.Tensor, token_ids: torch.Tensor, num_before: int
     ) -> list[TokenLogprobs]:
-        if not logits.max(dim=-1).values.isfinite().all():
+        maxima, _ = argmax_rows(logits, self.model.kernels)
+        if not all(map(math.isfinite, maxima)):
             raise NonFiniteLogitsError(
                 "the model produced NaN or infinite logits for the prompt, before token "
                 f"{scored.positions.start + num_before + len(logits)}"
             )
         num_top = scored.state.params.prompt_logprobs or 0
-        return score_tokens(reported_scores(logits, self._prompt_mode), token_ids, num_top)
+        return score_rows(
+            logits, range(len(maxima)), token_ids.tolist(), [num_top] * len(maxima), maxima,
+            self._prompt_mode, self.model.kernels,
+        )  # fmt: skip
 
     def _sample_batch(
         self, batch: InputBatch, residual: torch.Tensor, output: ModelRunnerOutput

@@ -10,6 +10,7 @@ import torch
 
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import ConfigurationError, InvalidRequestError
+from headrace.workers.kv_cache import KVCache
 from headrace.workers.models import Decoder
 from headrace.workers.models.native_decoder import NativeDecoder, op_name
 from headrace.workers.models.op_profile import OpProfile
@@ -19,6 +20,7 @@ class RemoteCalls:
     """Mixed into the worker. All calls come between two steps, on the thread that runs them."""
 
     config: EngineConfig
+    _kv_cache: KVCache | None
     _model: Decoder | None
     _profiler: Any = None
 
@@ -32,6 +34,15 @@ class RemoteCalls:
         """`func(model)`, without recording gradients."""
         with torch.inference_mode():
             return func(self.get_model())
+
+    def wait_for_cache(self, timeout_s: float) -> bool:
+        """Wait until the KV cache's memory has its pages; whether it has. For benchmarks.
+
+        Until then a step that comes to new pages waits for the system to find them.
+        """
+        if self._kv_cache is None:
+            raise RuntimeError("load_model makes the KV cache")
+        return self._kv_cache.toucher.wait(timeout_s)
 
     def start_profile(self) -> None:
         """Begin to record with torch's profiler."""

@@ -18,7 +18,8 @@ it, and on nothing else. All in float32. Order of operations:
     (lower id first among equals) with at least that mass; the best token always stays.
  9. Gumbel-max draw with the counter-based noise of `headrace.kernels.sampling`.
 
-On native kernels, steps 5 to 9 are one call; the torch code here is their reference.
+On native kernels the maxima of 1 and 4 are one pass over the logits, and steps 5 to 9 are one call
+that leaves the logits alone; only rows with edits are copied. The torch code here is the reference.
 
 The scores that come back beside the token are taken at 2, or after 4 or 8, as `logprobs` says.
 """
@@ -27,27 +28,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from headrace.configs.config import LogprobsMode
 from headrace.configs.sampling_params import SamplingParams
 from headrace.kernels.native import DrawRow, NativeKernels
 from headrace.kernels.sampling import gumbel_max, seed_to_int64
+from headrace.workers.argmax import argmax_rows
 from headrace.workers.logit_edits import LogitEdits, apply_edits
-from headrace.workers.logprobs import score_sampled
+from headrace.workers.logprobs import score_rows
 from headrace.workers.protocol import RequestFault, TokenLogprobs
 
 # Scores handled at once: small enough that the noise of a chunk stays in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 18
-# The native kernels take a row at a time, and a turn between torch's threads and theirs costs time.
-_NATIVE_CHUNK_ELEMENTS = 1 << 20
+# The native kernels take a row at a time; this bounds the copy of rows with edits.
+_NATIVE_CHUNK_ELEMENTS = 1 << 22
 _FLOAT32 = torch.finfo(torch.float32)
 _FIRST_HEAD = 256  # tokens looked at first by top-p
 _HEAD_GROWTH = 8
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """What to do with one row of logits.
 
     `params.seed` must be concrete unless the row is greedy. `output_index` is the index of the
@@ -63,18 +65,36 @@ class SamplingRow:
     edits: LogitEdits | None = None
 
     @property
+    def is_edited(self) -> bool:
+        """Whether its logits are edited."""
+        return self.edits is not None and self.edits.is_active
+
+    @property
     def is_plain_greedy(self) -> bool:
         """Whether the token is simply that of the largest logit."""
-        return self.params.is_greedy and (self.edits is None or not self.edits.is_active)
+        return self.params.is_greedy and not self.is_edited
 
 
-@dataclass(frozen=True)
-class SampledRow:
+class SampledRow(msgspec.Struct, frozen=True, gc=False):
     """A token, with scores if asked, or a fault (then `token_id` is -1)."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     fault: RequestFault | None = None
+
+
+@dataclass
+class _Batch:
+    """Rows on their way; the lists have an entry for each.
+
+    `maxima` and `token_ids` begin with the best of the logits; -1 where no token is left.
+    """
+
+    logits: torch.Tensor
+    rows: Sequence[SamplingRow]
+    maxima: list[float]
+    token_ids: list[int]
+    entries: list[TokenLogprobs | None]
 
 
 class Sampler:
@@ -83,7 +103,7 @@ class Sampler:
     def __init__(
         self, logprobs_mode: LogprobsMode = "raw_logprobs", kernels: NativeKernels | None = None
     ) -> None:
-        """Steps 5 to 9 run on `kernels`, or on the torch references without them."""
+        """Rows as wide as the vocabulary are for `kernels`, or torch without them."""
         self._kernels = kernels
         self._mode: LogprobsMode = logprobs_mode
         self._reports_processed = logprobs_mode.startswith("processed")
@@ -94,26 +114,24 @@ class Sampler:
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} sampling rows")
         if not rows:
             return []
-        maxima, argmaxima = logits.max(dim=-1)  # NaN wins over all; the lowest id among equals
-        token_ids: list[int] = argmaxima.tolist()
-        faults = [
-            _refusal(row, maximum) for maximum, row in zip(maxima.tolist(), rows, strict=True)
-        ]
-        entries: list[TokenLogprobs | None] = [None] * len(rows)
+        logits = logits.contiguous()
+        maxima, token_ids = argmax_rows(logits, self._kernels)
+        batch = _Batch(logits, rows, maxima, token_ids, [None] * len(rows))
+        faults = [_refusal(row, maximum) for maximum, row in zip(maxima, rows, strict=True)]
         drawn = [i for i, row in enumerate(rows) if faults[i] is None and not row.is_plain_greedy]
         per_chunk = self._rows_per_chunk(logits.shape[1])
         for start in range(0, len(drawn), per_chunk):
-            chunk = drawn[start : start + per_chunk]
-            chosen, scored = self._draw(logits[chunk], [rows[i] for i in chunk])
-            for i, token_id, entry in zip(chunk, chosen, scored, strict=True):
-                token_ids[i], entries[i] = token_id, entry
-                if token_id < 0:
-                    faults[i] = _nothing_left(rows[i])
-        if any(row.num_logprobs is not None for row in rows):
-            self._add_raw_entries(logits, rows, token_ids, faults, entries)
+            self._draw(batch, drawn[start : start + per_chunk])
+        for i in drawn:
+            if token_ids[i] < 0:
+                faults[i] = _nothing_left(rows[i])
+        # Of all rows in raw modes, else of the plain ones.
+        self._add_entries(
+            batch, logits, maxima, [(i, i) for i, fault in enumerate(faults) if fault is None]
+        )
         return [
-            SampledRow(-1, fault=fault) if fault is not None else SampledRow(token_id, entry)
-            for token_id, entry, fault in zip(token_ids, entries, faults, strict=True)
+            SampledRow(token_id, entry) if fault is None else SampledRow(-1, fault=fault)
+            for token_id, entry, fault in zip(token_ids, batch.entries, faults, strict=True)
         ]
 
     def _rows_per_chunk(self, vocab: int) -> int:
@@ -123,82 +141,119 @@ class Sampler:
         num_threads = self._kernels.num_threads
         return max(1, _NATIVE_CHUNK_ELEMENTS // (vocab * num_threads)) * num_threads
 
-    def _add_raw_entries(
+    def _add_entries(
         self,
+        batch: _Batch,
         logits: torch.Tensor,
-        rows: Sequence[SamplingRow],
-        token_ids: Sequence[int],
-        faults: Sequence[RequestFault | None],
-        entries: list[TokenLogprobs | None],
+        maxima: Sequence[float],
+        places: Sequence[tuple[int, int]],
     ) -> None:
-        """Scores of the rows that have none yet: of all in raw modes, else of the plain ones."""
-        wanted = [
-            None if entries[i] is not None or faults[i] is not None else row.num_logprobs
-            for i, row in enumerate(rows)
-        ]
-        for i, entry in enumerate(score_sampled(logits, token_ids, wanted, self._mode)):
-            entries[i] = entry or entries[i]
+        """Scores of rows that have none yet and want some, from `logits` with these maxima.
 
-    def _draw(
-        self, scores: torch.Tensor, rows: list[SamplingRow]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Steps 3 to 9 for rows that need more than the plain maximum. Overwrites `scores`.
-
-        Returns token ids, -1 where no token is left, and in processed modes their scores.
+        `places`: rows of the batch, with where they are in the logits.
         """
-        apply_edits(scores, [row.edits for row in rows])
-        maxima, argmaxima = scores.max(dim=-1)
-        token_ids: list[int] = torch.where(maxima > -math.inf, argmaxima, -1).tolist()
-        random = [i for i, row in enumerate(rows) if token_ids[i] >= 0 and not row.params.is_greedy]
-        if random:
-            part = scores if len(random) == len(rows) else scores[random]
-            drawn = self._draw_random(part, maxima[random], [rows[i] for i in random])
-            for i, token_id in zip(random, drawn, strict=True):
-                token_ids[i] = token_id
-            if part is not scores and self._reports_processed:
-                scores[random] = part
-        if not self._reports_processed:
-            return token_ids, [None] * len(rows)
-        num_logprobs = [
-            row.num_logprobs if token_id >= 0 else None
-            for row, token_id in zip(rows, token_ids, strict=True)
+        wanted = [
+            (row, place, num_top)
+            for row, place in places
+            if (num_top := batch.rows[row].num_logprobs) is not None and batch.entries[row] is None
         ]
-        return token_ids, score_sampled(scores, token_ids, num_logprobs, self._mode)
+        if not wanted:
+            return
+        rows, numbers, num_tops = zip(*wanted, strict=True)
+        token_ids = [batch.token_ids[row] for row in rows]
+        known = [maxima[number] for number in numbers]
+        scored = score_rows(logits, numbers, token_ids, num_tops, known, self._mode, self._kernels)
+        for row, entry in zip(rows, scored, strict=True):
+            batch.entries[row] = entry
+
+    def _draw(self, batch: _Batch, chunk: list[int]) -> None:
+        """Steps 3 to 9 for rows that need more than the plain maximum.
+
+        Puts their tokens into the batch and, in processed modes, their scores.
+        """
+        rows = [batch.rows[i] for i in chunk]
+        logits, numbers = batch.logits, chunk
+        maxima = batch.maxima
+        is_edited = any(row.is_edited for row in rows)
+        if is_edited or self._kernels is None:  # rows of a copy, which may be changed
+            logits, numbers = logits[chunk], list(range(len(chunk)))
+            maxima = [maxima[i] for i in chunk]
+        if is_edited:
+            apply_edits(logits, [row.edits for row in rows])
+            maxima, best = argmax_rows(logits, self._kernels)
+            for i, maximum, token_id in zip(chunk, maxima, best, strict=True):
+                batch.token_ids[i] = token_id if maximum > -math.inf else -1
+        places = [(i, n) for i, n in zip(chunk, numbers, strict=True) if batch.token_ids[i] >= 0]
+        random = [(i, number) for i, number in places if not batch.rows[i].params.is_greedy]
+        scores = None
+        if random:
+            scores = self._draw_random(batch, logits, maxima, random)
+        if not self._reports_processed:
+            return
+        if scores is not None:
+            drawn = [(row, number) for number, (row, _) in enumerate(random)]
+            self._add_entries(batch, scores, [0.0] * len(random), drawn)
+        self._add_entries(
+            batch, logits, maxima, [(i, n) for i, n in places if batch.rows[i].params.is_greedy]
+        )
 
     def _draw_random(
-        self, scores: torch.Tensor, maxima: torch.Tensor, rows: list[SamplingRow]
-    ) -> list[int]:
-        """Steps 5 to 9, in place. A quotient too large for float32 becomes -Inf: probability 0.
+        self,
+        batch: _Batch,
+        logits: torch.Tensor,
+        maxima: Sequence[float],
+        places: Sequence[tuple[int, int]],
+    ) -> torch.Tensor | None:
+        """Steps 5 to 9 for rows of the batch, with where they are in the logits.
 
-        In the mode that reports processed logits, leaves those in `scores`.
+        Returns what they were drawn from, or what of it the mode reports, [len(places), vocab]; in
+        raw modes perhaps None. A quotient too large for float32 becomes -Inf: probability 0.
         """
-        logits = scores.clone() if self._mode == "processed_logits" else None
-        temperatures = torch.tensor(
-            [_temperature(row) for row in rows],
-            dtype=torch.float32,
-            device=scores.device,
-        ).unsqueeze(-1)
+        rows = [batch.rows[i] for i, _ in places]
+        numbers = [number for _, number in places]
+        is_reported = self._reports_processed and any(row.num_logprobs is not None for row in rows)
+        reports_logits = is_reported and self._mode == "processed_logits"
+        scaled = _scaled(logits[numbers], rows) if reports_logits else None
+        scores: torch.Tensor | None = None
         if self._kernels is None:
-            scores -= maxima.unsqueeze(-1)
-            scores /= temperatures
+            scores = logits if len(rows) == len(logits) else logits[numbers]
+            scores -= torch.tensor([[maxima[number]] for number in numbers], device=scores.device)
+            scores /= _temperatures(rows, scores.device)
             token_ids = _filter_and_draw(scores, rows)
         else:
-            draw_rows = (DrawRow * len(rows))(*(_draw_row(row) for row in rows))
-            token_ids = self._kernels.draw(scores, draw_rows)
-        if logits is not None:
+            if is_reported:
+                scores = torch.empty(len(rows), logits.shape[1])
+            draw_rows = (DrawRow * len(rows))(
+                *(_draw_row(batch.rows[i], number, batch.token_ids[i]) for i, number in places)
+            )
+            token_ids = self._kernels.draw(logits, draw_rows, scores)
+        for (i, _), token_id in zip(places, token_ids, strict=True):
+            batch.token_ids[i] = token_id
+        if scaled is not None and scores is not None:
             # What was drawn from had its maximum subtracted; what is reported has not.
-            scaled = (logits / temperatures).clamp_(_FLOAT32.min, _FLOAT32.max)
             torch.where(scores > -math.inf, scaled, scores, out=scores)
-        return token_ids
+        return scores
+
+
+def _temperatures(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
+    """[num_rows, 1] float32."""
+    return torch.tensor([[_temperature(row)] for row in rows], dtype=torch.float32, device=device)
+
+
+def _scaled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Logits over temperatures, finite where the logits are."""
+    return (logits / _temperatures(rows, logits.device)).clamp_(_FLOAT32.min, _FLOAT32.max)
 
 
 def _temperature(row: SamplingRow) -> float:
     return min(row.params.temperature, _FLOAT32.max)
 
 
-def _draw_row(row: SamplingRow) -> DrawRow:
+def _draw_row(row: SamplingRow, number: int, best: int) -> DrawRow:
     params = row.params
     return DrawRow(
+        row=number,
+        best=best,
         top_p=params.top_p,
         seed=(params.seed or 0) % 2**64,
         top_k=max(params.top_k, 0),

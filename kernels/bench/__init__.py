@@ -9,7 +9,7 @@ from headrace.kernels.bench.attention import attention_kernel
 from headrace.kernels.bench.cases import Case, Kernel
 from headrace.kernels.bench.machine import alternating_seconds, peak_rate, read_rate
 from headrace.kernels.bench.products import product_kernels, supported_formats
-from headrace.kernels.bench.rows import draw_kernel, norm_kernel
+from headrace.kernels.bench.rows import argmax_kernel, draw_kernel, norm_kernel, score_kernel
 from headrace.kernels.bench.shapes import DEFAULT_SHAPES, ModelShape, shape_of
 from headrace.kernels.native import Format, NativeKernels
 
@@ -25,7 +25,7 @@ __all__ = [
     "supported_formats",
 ]
 
-KINDS = ("products", "attention", "norms", "draws")
+KINDS = ("products", "attention", "norms", "argmax", "draws", "logprobs")
 _RATE_AGE_S = 30.0  # after which the read rate is measured again
 
 
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass
 class KernelBench:
-    """Measures kernels of one instruction set. `rows`: of products, norms and draws."""
+    """Measures kernels of one instruction set. `rows`: of all but attention."""
 
     kernels: NativeKernels
     shapes: Sequence[ModelShape]
@@ -95,7 +95,9 @@ class KernelBench:
             ),
             "attention": lambda: iter([attention_kernel(self.kernels, self.shapes)]),
             "norms": lambda: iter([norm_kernel(self.kernels, self.shapes, self.rows)]),
+            "argmax": lambda: iter([argmax_kernel(self.kernels, self.shapes, self.rows)]),
             "draws": lambda: iter([draw_kernel(self.kernels, self.shapes, self.rows)]),
+            "logprobs": lambda: iter([score_kernel(self.kernels, self.shapes, self.rows)]),
         }
         for kind in self.kinds:
             yield from makers[kind]()

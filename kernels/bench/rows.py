@@ -1,4 +1,4 @@
-"""What works on rows of activations or scores: norms, and drawing tokens."""
+"""What works on rows of activations or logits: norms, choosing and scoring tokens."""
 
 import ctypes
 import math
@@ -41,7 +41,7 @@ def norm_kernel(
 def draw_kernel(
     kernels: NativeKernels, shapes: Sequence[ModelShape], rows: Sequence[int]
 ) -> Kernel:
-    """Drawing one token from each row of scores."""
+    """Drawing one token from each row of logits."""
 
     def cases() -> Iterator[Case]:
         for shape in shapes:
@@ -50,6 +50,32 @@ def draw_kernel(
                 yield _draw_case(kernels, shape, num_rows, "top-k 50, top-p 0.9", 50, 0.9)
 
     return Kernel("draw", lambda: _check_draw(kernels), cases)
+
+
+def argmax_kernel(
+    kernels: NativeKernels, shapes: Sequence[ModelShape], rows: Sequence[int]
+) -> Kernel:
+    """The best token of each row of logits: greedy sampling."""
+
+    def cases() -> Iterator[Case]:
+        for shape in shapes:
+            for num_rows in rows:
+                yield _argmax_case(kernels, shape, num_rows)
+
+    return Kernel("argmax", lambda: _check_argmax(kernels), cases)
+
+
+def score_kernel(
+    kernels: NativeKernels, shapes: Sequence[ModelShape], rows: Sequence[int]
+) -> Kernel:
+    """Log-probabilities of one token and of the best ones of each row."""
+
+    def cases() -> Iterator[Case]:
+        for shape in shapes:
+            for num_rows in rows:
+                yield _score_case(kernels, shape, num_rows, 5)
+
+    return Kernel("logprobs", lambda: _check_score(kernels), cases)
 
 
 def _check_norm(kernels: NativeKernels) -> None:
@@ -98,25 +124,25 @@ def _check_draw(kernels: NativeKernels) -> None:
     expected = gumbel_max(
         logits - logits.amax(dim=1, keepdim=True), numbers, torch.zeros_like(numbers), numbers
     )
-    drawn = kernels.draw(logits.clone(), _draw_rows(num_rows, 0, 1.0))
+    drawn = kernels.draw(logits, _draw_rows(logits, 0, 1.0))
     if drawn != expected.tolist():
         raise CheckFailed(f"it draws {drawn}, the reference {expected.tolist()}")
-    scores = logits.clone()
-    drawn = kernels.draw(scores, _draw_rows(num_rows, top_k, 1.0))
+    scores = torch.full_like(logits, torch.nan)
+    drawn = kernels.draw(logits, _draw_rows(logits, top_k, 1.0), scores)
     kept = logits.topk(top_k).indices
     must_be_equal(scores.isfinite().nonzero()[:, 1].view(num_rows, -1), kept.sort().values, "top-k")
     if not all(token in row for token, row in zip(drawn, kept.tolist(), strict=True)):
         raise CheckFailed("it draws tokens that top-k excludes")
 
 
-def _draw_rows(num_rows: int, top_k: int, top_p: float) -> "ctypes.Array[DrawRow]":
-    return (DrawRow * num_rows)(
+def _draw_rows(logits: torch.Tensor, top_k: int, top_p: float) -> "ctypes.Array[DrawRow]":
+    return (DrawRow * len(logits))(
         *(
             DrawRow(
-                top_p=top_p, seed=row, top_k=top_k, min_score=-math.inf, choice_index=0,
-                output_index=row, temperature=1.0,
+                row=row, best=best, top_p=top_p, seed=row, top_k=top_k, min_score=-math.inf,
+                choice_index=0, output_index=row, temperature=1.0,
             )
-            for row in range(num_rows)
+            for row, best in enumerate(logits.argmax(dim=1).tolist())
         )
     )  # fmt: skip
 
@@ -124,15 +150,60 @@ def _draw_rows(num_rows: int, top_k: int, top_p: float) -> "ctypes.Array[DrawRow
 def _draw_case(
     kernels: NativeKernels, shape: ModelShape, num_rows: int, name: str, top_k: int, top_p: float
 ) -> Case:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn((num_rows, shape.vocab_size), generator=generator)
-    scores, rows = torch.empty_like(logits), _draw_rows(num_rows, top_k, top_p)
+    logits = _random_logits(num_rows, shape.vocab_size)
+    rows = _draw_rows(logits, top_k, top_p)
 
     def call() -> None:
-        scores.copy_(logits)  # a draw changes them: part of the time
-        kernels.draw(scores, rows)
+        kernels.draw(logits, rows)
 
     return Case(
         shape.name, f"{name} of {shape.vocab_size}", num_rows, call, 1,
-        num_bytes=2 * 4 * logits.numel(), num_operations=0, format=Format.F32, is_cold=False,
+        num_bytes=4 * logits.numel(), num_operations=0, format=Format.F32, is_cold=False,
+    )  # fmt: skip
+
+
+def _random_logits(num_rows: int, vocab: int) -> torch.Tensor:
+    return 3 * torch.randn((num_rows, vocab), generator=torch.Generator().manual_seed(0))
+
+
+def _check_argmax(kernels: NativeKernels) -> None:
+    """As torch finds them, also with ties and NaN."""
+    logits = _random_logits(9, 1000).round()
+    logits[3, 700] = torch.nan
+    maxima, token_ids = kernels.argmax(logits)
+    expected = logits.max(dim=1)
+    if token_ids != expected.indices.tolist():
+        raise CheckFailed(f"it finds {token_ids}, torch {expected.indices.tolist()}")
+    must_be_equal(torch.tensor(maxima).nan_to_num(), expected.values.nan_to_num(), "maxima")
+
+
+def _argmax_case(kernels: NativeKernels, shape: ModelShape, num_rows: int) -> Case:
+    logits = _random_logits(num_rows, shape.vocab_size)
+    return Case(
+        shape.name, f"best of {shape.vocab_size}", num_rows, lambda: kernels.argmax(logits), 1,
+        num_bytes=4 * logits.numel(), num_operations=0, format=Format.F32, is_cold=False,
+    )  # fmt: skip
+
+
+def _check_score(kernels: NativeKernels) -> None:
+    """Log-probabilities near those in float64, ranks and the best as a sort has them."""
+    logits, num_top = _random_logits(9, 1000), 7
+    rows, maxima = list(range(9)), logits.amax(dim=1).tolist()
+    scores, ids, ranks = kernels.score(logits, rows, [5] * 9, [num_top] * 9, maxima)
+    order = logits.argsort(dim=1, descending=True)
+    expected = torch.cat((torch.full((9, 1), 5), order[:, :num_top]), dim=1)
+    must_be_equal(torch.from_numpy(ids), expected, "ids")
+    exact = logits.double().log_softmax(dim=1).gather(1, expected)
+    must_be_close(torch.from_numpy(scores), exact, 1e-5)
+    must_be_equal(torch.from_numpy(ranks), 1 + (order == 5).nonzero()[:, 1], "ranks")
+
+
+def _score_case(kernels: NativeKernels, shape: ModelShape, num_rows: int, num_top: int) -> Case:
+    logits = _random_logits(num_rows, shape.vocab_size)
+    rows, token_ids, tops = list(range(num_rows)), [5] * num_rows, [num_top] * num_rows
+    maxima = logits.amax(dim=1).tolist()
+    return Case(
+        shape.name, f"{num_top} best of {shape.vocab_size}", num_rows,
+        lambda: kernels.score(logits, rows, token_ids, tops, maxima), 1,
+        num_bytes=4 * logits.numel(), num_operations=0, format=Format.F32, is_cold=False,
     )  # fmt: skip

@@ -171,6 +171,7 @@ class Attention {
         const int64_t last_key = item.to < row_ends_[end - 1] ? item.to : row_ends_[end - 1];
         const int64_t first_key = item.from > row_start(first) ? item.from : row_start(first);
         const bool is_streamed = end - first <= kStripRows<E>;  // one pass over each tile
+        const bool is_tiled = kHasTiles<E> && !is_streamed && dim_ % kKeyGroup == 0;
         TileSource source = {step_.groups[op_.group].slots[item.sequence], kv_head,
                              first_key / kTile * kTile, 0};
         whole_.at(first, wide_).clear(end - first, wide_);
@@ -184,9 +185,10 @@ class Attention {
                 const bool is_last = following.count <= 0;
                 const Tile<E> tile =
                     loader.tile_at(source, first_key > start ? first_key - start : 0, is_exact,
-                                   !is_streamed ? nullptr : is_last ? next : &following);
-                for (int64_t row = first; row < end; row += kSoftmaxRows)
-                    add_tile(tile, start, row, end - row < kSoftmaxRows ? end : row + kSoftmaxRows);
+                                   is_tiled, !is_streamed ? nullptr : is_last ? next : &following);
+                constexpr int64_t kRows = kSoftmaxRows<E>;
+                for (int64_t row = first; row < end; row += kRows)
+                    add_tile(tile, start, row, end - row < kRows ? end : row + kRows, is_tiled);
             }
             for (int64_t row = first; row < end; ++row)
                 join_part(part_.at(row, wide_), rule_.factor, wide_, whole_.at(row, wide_));
@@ -194,17 +196,19 @@ class Attention {
     }
 
     // One tile, whose first key is at position `start`, into the part's sums of some rows.
-    void add_tile(const Tile<E>& tile, int64_t start, int64_t first, int64_t end) const {
+    void add_tile(const Tile<E>& tile, int64_t start, int64_t first, int64_t end,
+                  bool is_tiled) const {
         const int64_t from = row_start(first) - start, to = row_ends_[end - 1] - start;
         if (to <= 0 || from >= kTile) return;
         const int64_t first_group = from < 0 ? 0 : from / kKeyGroup;
         const int64_t end_group = to > kTile ? kTileGroups : (to + kKeyGroup - 1) / kKeyGroup;
         const int64_t rows = end - first;
-        multiply_keys<E>(rows, queries_ + first * dim_, dim_, tile, first_group, end_group, scores_);
+        multiply_keys<E>(is_tiled, rows, queries_ + first * dim_, dim_, tile, first_group,
+                         end_group, scores_);
         const Softmax<E, Pages<E, C>::kHasScales> softmax = {
             rule_, tile, (int)(first_group * kKeyGroup), (int)(end_group * kKeyGroup)};
-        uint64_t seen[kSoftmaxRows];
-        float kept[kSoftmaxRows + HR_LANES], most[kSoftmaxRows];
+        uint64_t seen[kMaxSoftmaxRows];
+        float kept[kMaxSoftmaxRows + HR_LANES], most[kMaxSoftmaxRows];
         for (int64_t r = 0; r < rows; ++r) {
             seen[r] = seen_keys(row_start(first + r) - start, row_ends_[first + r] - start);
             const float before = part_.most[first + r];
@@ -219,7 +223,7 @@ class Attention {
                                  probabilities_ + r * kTile, sums.totals);
             if (kept[r] != 1.0f) scale_row(sums.rows, kept[r], wide_);
         }
-        add_values<E>(rows, probabilities_, tile, first_group, end_group, wide_,
+        add_values<E>(is_tiled, rows, probabilities_, tile, first_group, end_group, wide_,
                       part_.rows + first * wide_);
     }
 

@@ -7,6 +7,9 @@
 #pragma once
 
 #include "cache.h"
+#if HR_HAS_AMX
+#include "attention_amx.h"
+#endif
 
 namespace {
 
@@ -33,6 +36,20 @@ template <typename E>
 constexpr int kStripVectors = 4;
 template <>
 constexpr int kStripVectors<bf16> = HR_HAS_BF16 ? 4 : 2;
+
+// Whether tiles can multiply rows, and how many rows are between two products at once.
+template <typename E>
+constexpr bool kHasTiles = false;
+template <typename E>
+constexpr int64_t kSoftmaxRows = 24;
+#if HR_HAS_AMX
+template <>
+constexpr bool kHasTiles<bf16> = true;
+template <>
+constexpr int64_t kSoftmaxRows<bf16> = 2 * kTileRows;
+static_assert(kSoftmaxRows<bf16> <= kMaxSoftmaxRows && kMaxItemRows % kTileRows == 0,
+              "tiles write whole ones");
+#endif
 
 // R rows of x times V vectors of outputs, over sections of 16 k from `first` to `end`, of which the
 // last may end early, at `size`. `line(section, v)`: where vector v of the first k (or pair of k)
@@ -215,10 +232,16 @@ inline void prefetch_rows(const E* first, int64_t stride) {
 }
 
 // Scores [num_rows][kTile] of queries [num_rows][dim] and the keys of some groups of a tile.
+// `is_tiled`, if kHasTiles: by tiles, which write up to the next multiple of 16 rows.
 template <typename E>
-__attribute__((noinline)) void multiply_keys(int64_t num_rows, const Factor<E>* queries, int64_t dim,
-                          const Tile<E>& tile, int64_t first_group, int64_t end_group,
-                          float* scores) {
+__attribute__((noinline)) void multiply_keys(bool is_tiled, int64_t num_rows,
+                                             const Factor<E>* queries, int64_t dim,
+                                             const Tile<E>& tile, int64_t first_group,
+                                             int64_t end_group, float* scores) {
+    if constexpr (kHasTiles<E>) {
+        if (is_tiled)
+            return keys_by_tiles(num_rows, queries, dim, tile, first_group, end_group, scores);
+    }
     constexpr int64_t kVectors = kKeyGroup / HR_LANES;  // of a group
     constexpr int64_t P = kPair<E>;
     const Strips<E, false> strips = {queries,         dim,    0,    (dim + 15) / 16, dim,
@@ -233,10 +256,17 @@ __attribute__((noinline)) void multiply_keys(int64_t num_rows, const Factor<E>* 
 }
 
 // Adds the values of some groups of a tile, weighted with probabilities [num_rows][kTile], to sums
-// [num_rows][wide].
+// [num_rows][wide]; `is_tiled` as above.
 template <typename E>
-__attribute__((noinline)) void add_values(int64_t num_rows, const Factor<E>* probabilities, const Tile<E>& tile,
-                       int64_t first_group, int64_t end_group, int64_t wide, float* sums) {
+__attribute__((noinline)) void add_values(bool is_tiled, int64_t num_rows,
+                                          const Factor<E>* probabilities, const Tile<E>& tile,
+                                          int64_t first_group, int64_t end_group, int64_t wide,
+                                          float* sums) {
+    if constexpr (kHasTiles<E>) {
+        if (is_tiled)
+            return values_by_tiles(num_rows, probabilities, tile, first_group, end_group, wide,
+                                   sums);
+    }
     const Strips<E, true> strips = {probabilities, kTile, first_group, end_group, kTile,
                                     tile.value_stride, sums, wide};
     strips.multiply_all(num_rows, 0, wide / HR_LANES, [&](int64_t section, int64_t v) {
@@ -245,6 +275,8 @@ __attribute__((noinline)) void add_values(int64_t num_rows, const Factor<E>* pro
         return tile.values[section] + v * HR_LANES * kPair<E>;
     });
 }
+
+#if !defined(__aarch64__)
 
 // Lane i of `v` where bit i is set, else of `other`.
 inline Vec chosen(uint32_t bits, Vec v, Vec other) {
@@ -256,6 +288,19 @@ inline Vec chosen(uint32_t bits, Vec v, Vec other) {
     return _mm256_blendv_ps(other, v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lanes)));
 #endif
 }
+
+// The largest lane; none of them is NaN.
+inline float top(Vec v) {
+#if HR_LANES == 16
+    return _mm512_reduce_max_ps(v);
+#else
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+#endif
+}
+
+#endif
 
 // 2^x for x up to 126, with two units in the last place; exactly 1 at 0; 2^-126 below -126.
 // n = round(x); the polynomial has the smallest relative error on |x - n| <= 0.5 for its degree.
@@ -280,17 +325,6 @@ inline float power_of_two(float x) {
     float lanes[HR_LANES];
     store(lanes, power_of_two(splat(x)));
     return lanes[0];
-}
-
-// The largest lane; none of them is NaN.
-inline float top(Vec v) {
-#if HR_LANES == 16
-    return _mm512_reduce_max_ps(v);
-#else
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
-#endif
 }
 
 // From products to scores, in units of which 2 to the power is taken.

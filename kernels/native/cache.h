@@ -152,7 +152,7 @@ template <typename E>
 inline void store_quick(E* p, Vec v) {
     store(p, v);
 }
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !defined(HR_AMX_EMULATED)  // which runs without it
 inline void store_quick(bf16* p, Vec v) {
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v));
 }
@@ -177,7 +177,7 @@ inline float element(C value) {
 }
 
 inline void set_element(float* out, float value) { *out = value; }
-inline void set_element(f16* out, float value) { out->bits = _cvtss_sh(value, 0); }
+inline void set_element(f16* out, float value) { *out = to_f16(value); }
 inline void set_element(bf16* out, float value) {  // which bf16 can hold
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -205,8 +205,9 @@ struct TileLoader {
     float* value_scales;
 
     // Keys from number `from` of the tile on. `is_exact`: values of keys that were not asked for
-    // are 0. `next`, if not null, is prefetched.
-    Tile<E> tile_at(const TileSource& source, int64_t from, bool is_exact,
+    // are 0. `is_joined`: those of one group follow those of the group before it. `next`, if not
+    // null, is prefetched.
+    Tile<E> tile_at(const TileSource& source, int64_t from, bool is_exact, bool is_joined,
                     const TileSource* next) const {
         Tile<E> tile = buffers();
         if (is_exact || !pages.has_groups()) {
@@ -218,7 +219,7 @@ struct TileLoader {
             tile.value_stride = pages.dim * P;
         }
         for (int64_t group = from / kKeyGroup; has_group(source, group); ++group)
-            load_group(source, group, tile);
+            load_group(source, group, is_joined && pages.block_size % kTile != 0, tile);
         if (next != nullptr)
             for (int64_t group = 0; has_group(*next, group); ++group)
                 announce_group(*next, group, tile);
@@ -257,11 +258,15 @@ struct TileLoader {
         return {place, place.keys + place.offset * P, place.values + place.offset * pages.dim};
     }
 
-    void load_group(const TileSource& source, int64_t group, Tile<E>& tile) const {
+    void load_group(const TileSource& source, int64_t group, bool are_values_copied,
+                    Tile<E>& tile) const {
         const Group found = find_group(source, group);
         if constexpr (kInPlace) {
             tile.keys[group] = found.keys;
-            tile.values[group] = found.values;
+            if (are_values_copied)
+                convert(found.values, kKeyGroup * pages.dim, values + group * kKeyGroup * pages.dim);
+            else
+                tile.values[group] = found.values;
         } else {
             const int64_t first = group * kKeyGroup;
             const C* k = found.keys;

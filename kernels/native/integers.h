@@ -1,17 +1,25 @@
 // Vectors of bytes and their dot products, for the instruction set of the including file.
 //
 // A vector holds 4 bytes for each of HR_LANES lanes. A file that may use vpdpbusd on vectors of 64
-// bytes defines HR_HAS_VNNI as 1.
+// bytes defines HR_HAS_VNNI as 1, one that may use sdot HR_HAS_DOTPROD.
 #pragma once
 
+#if defined(__aarch64__)
+#include "integers_neon.h"
+#else
 #include "simd.h"
+#endif
 
 #ifndef HR_HAS_VNNI
 #define HR_HAS_VNNI 0
 #endif
+#ifndef HR_HAS_DOTPROD
+#define HR_HAS_DOTPROD 0
+#endif
 
 namespace {
 
+#if !defined(__aarch64__)
 #if HR_LANES == 16
 
 typedef __m512i Ints;
@@ -21,6 +29,7 @@ inline Ints splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints splat_byte(int x) { return _mm512_set1_epi8((char)x); }
 inline Ints bits_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints bits_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 template <int kBits>
 inline Ints shifted_left(Ints a) {  // within 32 bits
     return _mm512_slli_epi32(a, kBits);
@@ -49,6 +58,7 @@ inline Ints splat_int(int32_t x) { return _mm256_set1_epi32(x); }
 inline Ints splat_byte(int x) { return _mm256_set1_epi8((char)x); }
 inline Ints bits_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints bits_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 template <int kBits>
 inline Ints shifted_left(Ints a) {  // within 32 bits
     return _mm256_slli_epi32(a, kBits);
@@ -69,6 +79,7 @@ inline Vec load_signed_bytes(const uint8_t* p) {
 }
 
 #endif
+#endif
 
 // Sums of products of unsigned codes of kBits bits with signed bytes, not below -127: per lane, over
 // the 4 bytes of up to 8 steps, from `start` - exact, without saturation. With 8 bits a code means
@@ -86,26 +97,47 @@ struct Dot {
     }
 };
 
+#elif HR_HAS_DOTPROD
+
+template <int kBits>
+struct Dot {  // of bytes with signs: what is not centred is below 128
+    static constexpr bool kIsCentred = kBits == 8;
+    Ints total;
+
+    template <int kStep>
+    void add(Ints codes, Ints x) {
+        if (kBits == 8) codes = centred(codes);
+        total = {vdotq_s32(total.low, bytes_of(codes.low), bytes_of(x.low)),
+                 vdotq_s32(total.high, bytes_of(codes.high), bytes_of(x.high))};
+    }
+};
+
 #else
 
+#if !defined(__aarch64__)
 #if HR_LANES == 16
 inline Ints pair_sums(Ints codes, Ints x) { return _mm512_maddubs_epi16(codes, x); }
 inline Ints add_pairs(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
-inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints joined_pairs(Ints pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
+inline Ints add_joined_pairs(Ints total, Ints pairs) {
+    return _mm512_add_epi32(total, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
 inline Ints centred(Ints codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8((char)0x80)); }
-inline Ints magnitudes(Ints a) { return _mm512_abs_epi8(a); }  // unsigned
-inline Ints with_signs_of(Ints signs, Ints x) {
-    return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(signs), _mm512_setzero_si512(), x);
+inline Ints signed_pair_sums(Ints weights, Ints x) {
+    const __mmask64 signs = _mm512_movepi8_mask(weights);
+    return pair_sums(_mm512_abs_epi8(weights),
+                     _mm512_mask_sub_epi8(x, signs, _mm512_setzero_si512(), x));
 }
 #else
 inline Ints pair_sums(Ints codes, Ints x) { return _mm256_maddubs_epi16(codes, x); }
 inline Ints add_pairs(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
-inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints joined_pairs(Ints pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+inline Ints add_joined_pairs(Ints total, Ints pairs) {
+    return _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
 inline Ints centred(Ints codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80)); }
-inline Ints magnitudes(Ints a) { return _mm256_abs_epi8(a); }  // unsigned
-inline Ints with_signs_of(Ints signs, Ints x) { return _mm256_sign_epi8(x, signs); }
+inline Ints signed_pair_sums(Ints weights, Ints x) {
+    return pair_sums(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+}
+#endif
 #endif
 
 template <int kBits>
@@ -118,14 +150,9 @@ struct Dot {
 
     template <int kStep>
     void add(Ints codes, Ints x) {
-        if (kBits == 8) {
-            const Ints weights = centred(codes);
-            x = with_signs_of(weights, x);
-            codes = magnitudes(weights);
-        }
-        const Ints sums = pair_sums(codes, x);
+        const Ints sums = kBits == 8 ? signed_pair_sums(centred(codes), x) : pair_sums(codes, x);
         pairs = kStep % kSteps == 0 ? sums : add_pairs(pairs, sums);
-        if (kStep % kSteps == kSteps - 1) total = add_ints(total, joined_pairs(pairs));
+        if (kStep % kSteps == kSteps - 1) total = add_joined_pairs(total, pairs);
     }
 };
 

@@ -11,21 +11,23 @@ extern "C" {
 #endif
 
 enum {
-    HR_INTERFACE_VERSION = 4,
+    HR_INTERFACE_VERSION = 5,
     HR_MAX_BUFFERS = 10,
     HR_MAX_ROPES = 4,
     HR_SHARD_LINE = 16,  // words of a cache line
 };
 
-// What a call may run on. Results depend on the family: AVX512, AVX512_VNNI and AMX are one.
+// What a call may run on. Results depend on the family: AVX512, AVX512_VNNI and AMX are one, NEON
+// and NEON_DOTPROD another.
 enum hr_isa {
     HR_AVX2 = 0,
     HR_AVX512 = 1,
     HR_AVX512_VNNI = 2,
     HR_AVX512_BF16 = 3,  // with VNNI
     HR_AMX = 4,          // with VNNI; bf16 and int8 tiles
-    HR_NEON = 5,
-    HR_NUM_ISAS = 6,
+    HR_NEON = 5,          // of any 64-bit Arm processor
+    HR_NEON_DOTPROD = 6,  // with dot products of bytes
+    HR_NUM_ISAS = 7,
 };
 
 // Of numbers: rows of a step have one of the first three, packed matrices any, and the cache the
@@ -126,8 +128,10 @@ typedef struct {
     const float* const* parts;  // shared: [areas][size]: rows of `num_outputs` of the operation
 } hr_shards;
 
-// How one row of scores is drawn from.
+// How one row of logits is drawn from.
 typedef struct {
+    int64_t row;            // which of the logits
+    int64_t best;           // the lowest id of its largest logit, which is finite
     double top_p;           // 1: no limit
     uint64_t seed;
     int64_t top_k;          // 0: no limit
@@ -181,11 +185,26 @@ int32_t hr_pack(hr_pool* pool, const void* rows, int32_t rows_format, int64_t nu
 int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num_inputs,
                   const int64_t* ids, int64_t num_ids, float scale, int32_t out_format, void* out);
 
-// Draw one token per row of `scores` [num_rows, vocab]: logits, of which -Inf excludes a token and
-// one at least is finite. They become what is drawn from: less their maximum, over the temperature,
-// at -Inf what the row's filters drop. A row's token depends on nothing else.
-void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,
-             const hr_draw_row* rows, int64_t* token_ids);
+// Of each row of `scores` [num_rows, vocab] the largest score and the lowest id that has it; the
+// first that is not a number is larger than any. 0, or -1 if memory is missing.
+int32_t hr_argmax(hr_pool* pool, int32_t isa, const float* scores, int64_t num_rows, int64_t vocab,
+                  float* maxima, int64_t* token_ids);
+
+// Draw one token from each of `num_rows` rows of `logits` [*, vocab], where -Inf excludes a token. A
+// row's token depends on nothing else. `scores` [num_rows, vocab], if not null, become what is drawn
+// from: logits less their maximum, over the temperature, at -Inf what the row's filters drop. 0, or
+// -1 if memory is missing.
+int32_t hr_draw(hr_pool* pool, int32_t isa, const float* logits, int64_t vocab,
+                const hr_draw_row* rows, int64_t num_rows, float* scores, int64_t* token_ids);
+
+// Scores of tokens of `num_rows` rows of `logits` [*, vocab], those with the numbers `rows`: log
+// probabilities or, where `maxima` is null, the logits. `maxima` [num_rows] are the rows' largest
+// logits, which are finite. What comes out has rows of `stride`, of which 1 + num_tops[i] <= 1 +
+// vocab are filled: `token_ids[i]`, then the best, the lower id first among equal scores. `ranks`:
+// 1 + how many tokens have a score above the first one's.
+void hr_score(hr_pool* pool, int32_t isa, const float* logits, int64_t vocab, const int64_t* rows,
+              int64_t num_rows, const int64_t* token_ids, const int64_t* num_tops,
+              const float* maxima, int64_t stride, float* scores, int64_t* ids, int64_t* ranks);
 
 // Arithmetic on registers, for measuring: `rounds` times, on every thread, some of the instruction
 // that products of a matrix in `format` use. Returns the operations of all threads, a multiply-add

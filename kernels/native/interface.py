@@ -7,7 +7,7 @@ import ctypes
 import enum
 from pathlib import Path
 
-INTERFACE_VERSION = 4
+INTERFACE_VERSION = 5
 MAX_BUFFERS = 10
 MAX_ROPES = 4
 SHARD_LINE = 16  # words of a cache line
@@ -129,9 +129,11 @@ class Shards(ctypes.Structure):
 
 
 class DrawRow(ctypes.Structure):
-    """How one row of scores is drawn from: `hr_draw_row`."""
+    """How one row of logits is drawn from: `hr_draw_row`."""
 
     _fields_ = (
+        ("row", ctypes.c_int64),
+        ("best", ctypes.c_int64),
         ("top_p", ctypes.c_double),
         ("seed", ctypes.c_uint64),
         ("top_k", ctypes.c_int64),
@@ -170,9 +172,15 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
             int32,
             (pointer, pointer, int32, int64, pointer, int64, ctypes.c_float, int32, pointer),
         ),
+        "hr_argmax": (int32, (pointer, int32, pointer, int64, int64, pointer, pointer)),
         "hr_draw": (
+            int32,
+            (pointer, int32, pointer, int64, ctypes.POINTER(DrawRow), int64, pointer, pointer),
+        ),
+        "hr_score": (
             None,
-            (pointer, int32, pointer, int64, int64, ctypes.POINTER(DrawRow), pointer),
+            (pointer, int32, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
+            + 3 * (pointer,),
         ),
         "hr_peak": (ctypes.c_double, (pointer, int32, int32, int64)),
     }

@@ -1,5 +1,6 @@
-// Compiled for AVX-512 with VNNI and AMX. Without vdpbf16ps, whose order of sums is not that of
-// tiles: the few rows that do not fill tiles follow the order of plain AVX-512, which is.
+// Compiled for AVX-512 with VNNI and BF16, and AMX. Of BF16 it uses the conversion: not vdpbf16ps,
+// whose order of sums is not that of tiles. The few rows that do not fill tiles follow the order of
+// plain AVX-512, which is.
 #define HR_LANES 16
 #define HR_HAS_BF16 0
 #define HR_HAS_VNNI 1
@@ -36,12 +37,12 @@ struct Operands {
     alignas(64) float start[kTileRows][16];
 };
 
-bool is_bf16_right(const Operands& t, int rows) {
+bool is_bf16_right(const Operands& t, int rows, int input_bytes) {
     float want[kTileRows][16], got[kTileRows][16];
     memcpy(want, t.start, sizeof want);
     memcpy(got, t.start, sizeof got);
-    model_bf16(t.a, t.b, want, rows, kTileRows);
-    configure_tiles(rows, kTileBytes);
+    model_bf16(t.a, t.b, want, rows, input_bytes / 4);
+    configure_tiles(rows, input_bytes);
     load_tile<kTileC00>(t.start, sizeof *t.start);
     load_tile<kTileA0>(t.a, sizeof *t.a);
     load_tile<kTileB0>(t.b, sizeof *t.b);
@@ -53,14 +54,14 @@ bool is_bf16_right(const Operands& t, int rows) {
 bool is_int8_right(const Operands& t, int rows, int input_bytes) {
     int32_t want[kTileRows][16] = {}, got[kTileRows][16] = {};
     const auto a = (const int8_t(*)[64])t.a;
-    const auto b = (const uint8_t(*)[64])t.b;
+    const auto b = (const int8_t(*)[64])t.b;
     model_int8(a, b, want, rows, input_bytes / 4);
     configure_tiles(rows, input_bytes);
-    multiply_tile_int8<1>(*a, sizeof *a, *b, sizeof *b, 0, got);
+    multiply_tile_int8(*a, sizeof *a, *b, sizeof *b, got);
     return memcmp(want, got, sizeof want) == 0;
 }
 
-// Two and one tiles of rows by two and one of outputs, over several tile products.
+// Two and one tiles of rows by two and one of outputs, over several tile products, in two parts.
 bool is_product_right(Numbers& numbers) {
     constexpr int kRows = 3 * kTileRows, kOutputs = 3 * kTileRows, kSteps = 3;
     static bf16 x[kRows][kSteps * 32], b[kSteps * 16][kOutputs][2];
@@ -82,8 +83,13 @@ bool is_product_right(Numbers& numbers) {
             for (int i = 0; i < kTileRows; ++i) memcpy(&want[row + i][n], t.start[i], 64);
         }
     configure_tiles(kTileRows, kTileBytes);
-    tile_product_bf16(kRows - 5, *x, kSteps * 32, **b, sizeof *b, kSteps * 32, kOutputs, *got,
-                      kOutputs);
+    const auto multiply = [&](int from, int to) {
+        tile_product_bf16(
+            kRows - 5, *x + from * 32, kSteps * 32, [&](int64_t n) { return b[from * 16][n * 16]; },
+            2 * kOutputs, to - from, 0, kOutputs / 16, from == 0, *got, kOutputs);
+    };
+    multiply(0, 1);
+    multiply(1, kSteps);
     return memcmp(want, got, sizeof want) == 0;
 }
 
@@ -103,8 +109,11 @@ bool hr_are_tiles_right() {
         }
         constexpr int kRows[] = {1, 7, kTileRows};
         for (const int rows : kRows)
-            is_right &= is_bf16_right(t, rows) && is_int8_right(t, rows, kTileBytes) &&
-                        is_int8_right(t, rows, kHalfTileBytes);
+            is_right &= is_bf16_right(t, rows, kTileBytes) &&
+                        is_bf16_right(t, rows, kHalfTileBytes) &&
+                        is_int8_right(t, rows, kTileBytes) &&
+                        is_int8_right(t, rows, kHalfTileBytes) &&
+                        is_int8_right(t, rows, kQuarterTileBytes);
     }
     release_tiles();
     return is_right;

@@ -9,7 +9,7 @@ constexpr int64_t kTile = 64;         // keys; absolute boundaries
 constexpr int64_t kPart = 512;        // keys; absolute boundaries
 constexpr int64_t kMaxItemRows = 96;  // tokens x query heads of one K and V head
 constexpr int64_t kMaxLanes = 16;     // of a vector of floats
-constexpr int64_t kSoftmaxRows = 24;  // of an item at most that are between two products at once
+constexpr int64_t kMaxSoftmaxRows = 32;  // of an item that are between two products at once
 
 // Some tokens of one sequence and a range of keys. Every K and V head, with the query heads that
 // share it, is a piece of work of its own.
@@ -46,8 +46,8 @@ struct ScratchLayout {
     int64_t values;         // a tile: [kTile][padded dim] of any element type
     int64_t key_scales;     // [kTile] floats
     int64_t value_scales;   // [kTile] floats
-    int64_t scores;         // [kSoftmaxRows][kTile] floats
-    int64_t probabilities;  // [kSoftmaxRows][kTile] bf16 or float
+    int64_t scores;         // [kMaxSoftmaxRows][kTile] floats
+    int64_t probabilities;  // [kMaxSoftmaxRows][kTile] bf16 or float
     int64_t part;           // [kMaxItemRows][padded dim] floats: sums of the part
     int64_t part_most;      // [kMaxItemRows] floats
     int64_t part_totals;    // [kMaxItemRows][kMaxLanes] floats
@@ -72,8 +72,8 @@ inline ScratchLayout scratch_layout(int64_t dim) {
     s.values = take(kTile * wide);
     s.key_scales = take(kTile);
     s.value_scales = take(kTile);
-    s.scores = take(kSoftmaxRows * kTile);
-    s.probabilities = take(kSoftmaxRows * kTile);
+    s.scores = take(kMaxSoftmaxRows * kTile);
+    s.probabilities = take(kMaxSoftmaxRows * kTile);
     s.part = take(kMaxItemRows * wide);
     s.part_most = take(kMaxItemRows);
     s.part_totals = take(kMaxItemRows * kMaxLanes);

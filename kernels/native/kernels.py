@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import platform
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -14,13 +15,16 @@ from headrace.kernels.native.interface import DrawRow, Format, Kind, Lanes, Op, 
 
 logger = logging.getLogger(__name__)
 
-# Instruction sets by the number that the library knows them by, worst first.
-_ISAS: Mapping[str, int] = MappingProxyType(
-    {"avx2": 0, "avx512": 1, "avx512vnni": 2, "avx512bf16": 3, "amx": 4}
-)
+# Instruction sets by the number that the library knows them by, worst first: of x86-64, then of
+# 64-bit Arm.
+_X86_ISAS = {"avx2": 0, "avx512": 1, "avx512vnni": 2, "avx512bf16": 3, "amx": 4}
+_ARM_ISAS = {"neon": 5, "neondotprod": 6}
+_ISAS: Mapping[str, int] = MappingProxyType({**_X86_ISAS, **_ARM_ISAS})
 # Those whose results are bitwise equal, by the name of the first: integer products are exact, and
 # products of tiles have the order of plain AVX-512.
-_FAMILIES: Mapping[str, str] = MappingProxyType({"avx512vnni": "avx512", "amx": "avx512"})
+_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {"avx512vnni": "avx512", "amx": "avx512", "neondotprod": "neon"}
+)
 # Formats of rows, and of float matrices.
 FORMATS: Mapping[torch.dtype, Format] = MappingProxyType(
     {torch.bfloat16: Format.BF16, torch.float16: Format.F16, torch.float32: Format.F32}
@@ -30,7 +34,7 @@ CHOICES = ("auto", "reference", *_ISAS)
 _NO_CODE = -2  # result of `hr_run`
 
 # Changes with any change of what the kernels compute, bit by bit.
-_CONTRACT_VERSION = 3
+_CONTRACT_VERSION = 4
 
 _HOW_TO_GET_THEM = (
     "Install headrace again from its wheel, or from source with a C++ compiler (g++) on the PATH."
@@ -187,29 +191,107 @@ class NativeKernels:
             raise ValueError(f"rows of {format.name} matrices cannot be looked up")
         return out
 
-    def draw(self, scores: torch.Tensor, rows: "ctypes.Array[DrawRow]") -> list[int]:
-        """Draw one token id per row of float32 `scores` [num_rows, vocab]; releases the GIL.
+    def argmax(self, scores: torch.Tensor) -> tuple[list[float], list[int]]:
+        """Of each row of float32 `scores` [num_rows, vocab] the largest, and the lowest id with it.
 
-        They are logits, of which -Inf excludes a token and one at least is finite. In place they
-        become what is drawn from: less the row's maximum, over its temperature, at -Inf what its
-        filters drop. Equal to the torch reference, but that a sum of probabilities within a
-        millionth of top-p's may fall on its other side.
+        In a row with NaN that is the first NaN.
         """
-        num_rows, vocab = scores.shape
-        if scores.dtype is not torch.float32 or not scores.is_contiguous() or num_rows != len(rows):
-            raise ValueError(f"cannot draw from {scores.dtype} {tuple(scores.shape)} as it lies")
+        num_rows, vocab = _checked_shape(scores)
+        maxima = torch.empty(num_rows, dtype=torch.float32)
         token_ids = torch.empty(num_rows, dtype=torch.int64)
-        self._library.hr_draw(
-            self._pool,
-            self._isa_number,
-            scores.data_ptr(),
-            num_rows,
-            vocab,
-            rows,
-            token_ids.data_ptr(),
+        _check_memory(
+            self._library.hr_argmax(
+                self._pool,
+                self._isa_number,
+                scores.data_ptr(),
+                num_rows,
+                vocab,
+                maxima.data_ptr(),
+                token_ids.data_ptr(),
+            )
+        )
+        return maxima.tolist(), token_ids.tolist()
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: "ctypes.Array[DrawRow]",
+        scores: torch.Tensor | None = None,
+    ) -> list[int]:
+        """Draw one token id from each of some rows of float32 `logits` [*, vocab].
+
+        -Inf excludes a token; the best is finite. `scores` [len(rows), vocab] become what is drawn
+        from: logits less the row's maximum, over its temperature, at -Inf what its filters drop.
+        Equal to the torch reference, but that a sum of probabilities within a millionth of top-p's
+        may fall on its other side.
+        """
+        num_logits, vocab = _checked_shape(logits)
+        if not all(0 <= row.row < num_logits and 0 <= row.best < vocab for row in rows):
+            raise ValueError(f"rows to draw from are not in {tuple(logits.shape)} logits")
+        if scores is not None and _checked_shape(scores) != (len(rows), vocab):
+            raise ValueError(f"no place for scores of {len(rows)} rows: {tuple(scores.shape)}")
+        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        _check_memory(
+            self._library.hr_draw(
+                self._pool,
+                self._isa_number,
+                logits.data_ptr(),
+                vocab,
+                rows,
+                len(rows),
+                None if scores is None else scores.data_ptr(),
+                token_ids.data_ptr(),
+            )
         )
         result: list[int] = token_ids.tolist()
         return result
+
+    def score(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        token_ids: Sequence[int],
+        num_tops: Sequence[int],
+        maxima: Sequence[float] | None,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Scores of one token and of the best ones, of some rows of float32 `logits` [*, vocab].
+
+        They are log-probabilities, from the largest logit of each of the `rows`, or, without
+        `maxima`, logits. Returns scores float32 and token ids int64 [len(rows), 1 +
+        max(num_tops)], of which a row's first 1 + num_tops are filled: its token of `token_ids`,
+        then the best, the lower id first among equals. And ranks, int64 [len(rows)]: 1 + the number
+        of larger scores than the token's. The logarithm of the sum has a fixed order, which
+        `logprobs.h` says.
+        """
+        num_logits, vocab = _checked_shape(logits)
+        row_array, token_array, top_array = (
+            np.array(numbers, dtype=np.int64) for numbers in (rows, token_ids, num_tops)
+        )
+        for numbers, limit in (
+            (row_array, num_logits), (token_array, vocab), (top_array, vocab + 1)
+        ):  # fmt: skip
+            if len(numbers) != len(rows) or numbers.min() < 0 or numbers.max() >= limit:
+                raise ValueError(f"cannot score {numbers.tolist()} of {tuple(logits.shape)} logits")
+        maximum_array = None if maxima is None else np.array(maxima, dtype=np.float32)
+        stride = 1 + int(top_array.max())
+        scores = np.empty((len(rows), stride), dtype=np.float32)
+        ids, ranks = np.empty((len(rows), stride), dtype=np.int64), np.empty_like(row_array)
+        self._library.hr_score(
+            self._pool,
+            self._isa_number,
+            logits.data_ptr(),
+            vocab,
+            row_array.ctypes.data,
+            len(rows),
+            token_array.ctypes.data,
+            top_array.ctypes.data,
+            None if maximum_array is None else maximum_array.ctypes.data,
+            stride,
+            scores.ctypes.data,
+            ids.ctypes.data,
+            ranks.ctypes.data,
+        )
+        return scores, ids, ranks
 
     def peak(self, format: Format, rounds: int) -> float:
         """Do nothing but arithmetic on registers, as products with matrices of `format` do it.
@@ -218,6 +300,19 @@ class NativeKernels:
         """
         operations: float = self._library.hr_peak(self._pool, self._isa_number, format, rounds)
         return operations
+
+
+def _checked_shape(scores: torch.Tensor) -> tuple[int, int]:
+    """Of a matrix that lies as the library takes it; ValueError for others."""
+    if scores.dtype is not torch.float32 or not scores.is_contiguous() or scores.ndim != 2:
+        raise ValueError(f"no kernel for {scores.dtype} {tuple(scores.shape)} as it lies")
+    num_rows, vocab = scores.shape
+    return num_rows, vocab
+
+
+def _check_memory(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for work on rows of scores")
 
 
 def _format_name(number: int) -> str:
@@ -262,7 +357,8 @@ def load_kernels(
     if choice == "auto":
         if not supported:
             logger.info(
-                "native CPU kernels cannot be used (%s): torch is", _missing(library, "avx2")
+                "native CPU kernels cannot be used (%s): torch is",
+                _missing(library, next(iter(_isas_of_this_kind()))),
             )
             return None
         choice = supported[-1]
@@ -284,7 +380,7 @@ def supported_isas(library: ctypes.CDLL) -> tuple[str, ...]:
 
 def describe_choice(library: ctypes.CDLL, kernels: NativeKernels) -> str:
     """The instruction set in use, the threads, and why no better set is in use: one line."""
-    names = list(_ISAS)
+    names = list(_ARM_ISAS if kernels.isa in _ARM_ISAS else _X86_ISAS)
     parts = [f"{kernels.isa}, {kernels.num_threads} threads"]
     if kernels.helper_cpus:
         parts.append(f"all but the first pinned to CPUs {', '.join(map(str, kernels.helper_cpus))}")
@@ -292,6 +388,10 @@ def describe_choice(library: ctypes.CDLL, kernels: NativeKernels) -> str:
     for isa in names[names.index(kernels.isa) + 1 :]:
         parts.append(f"{isa}: {'not chosen' if isa in supported else _missing(library, isa)}")
     return "; ".join(parts)
+
+
+def _isas_of_this_kind() -> Mapping[str, int]:
+    return _ARM_ISAS if platform.machine() == "aarch64" else _X86_ISAS
 
 
 def _missing(library: ctypes.CDLL, isa: str) -> str:

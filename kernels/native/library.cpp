@@ -32,6 +32,8 @@ struct StepMemory {
     std::vector<float> partials;
     std::vector<char> scratch;
     std::vector<char> quantized;
+    std::vector<Best> bests;
+    std::vector<char> drawing;
 };
 
 // What quantized products need: rows in blocks of a cache line, and a row for its norm.
@@ -102,10 +104,39 @@ namespace {
 
 using WorkFunction = void (*)(const Work&, int, int);
 
+// What is done with rows of scores. Nothing of it is a product, so that it has fewer versions.
+struct ScoresFunctions {
+    void (*argmax)(const Argmax&, int, int);
+    void (*draw)(const Draw&, int, int);
+    void (*score)(const Scoring&, int, int);
+};
+
+// The code for instruction sets; null for those of other processors.
+#if defined(__aarch64__)
+constexpr WorkFunction kWork[HR_NUM_ISAS] = {
+    nullptr, nullptr, nullptr, nullptr, nullptr, hr_work_neon, hr_work_neon_dotprod,
+};
+constexpr ScoresFunctions kNeonScores = {hr_argmax_neon, hr_draw_neon, hr_score_neon};
+constexpr ScoresFunctions kScores[HR_NUM_ISAS] = {{}, {}, {}, {}, {}, kNeonScores, kNeonScores};
+constexpr auto kPack = hr_pack_neon;
+constexpr auto kLookup = hr_lookup_neon;
+#else
 #ifdef HR_WITHOUT_AMX
 constexpr WorkFunction kWorkAmx = nullptr;
 #else
 constexpr WorkFunction kWorkAmx = hr_work_amx;
+#endif
+constexpr WorkFunction kWork[HR_NUM_ISAS] = {
+    hr_work_avx2, hr_work_avx512, hr_work_avx512_vnni, hr_work_avx512_bf16, kWorkAmx,
+    nullptr, nullptr,
+};
+constexpr ScoresFunctions kAvx2Scores = {hr_argmax_avx2, hr_draw_avx2, hr_score_avx2};
+constexpr ScoresFunctions kAvx512Scores = {hr_argmax_avx512, hr_draw_avx512, hr_score_avx512};
+constexpr ScoresFunctions kScores[HR_NUM_ISAS] = {
+    kAvx2Scores, kAvx512Scores, kAvx512Scores, kAvx512Scores, kAvx512Scores, {}, {},
+};
+constexpr auto kPack = hr_pack_avx2;
+constexpr auto kLookup = hr_lookup_avx2;
 #endif
 
 struct Call {
@@ -141,11 +172,11 @@ bool can_run(const hr_op& op, const hr_step& step) {
 }
 
 void pack_share(void* argument, int thread, int num_threads) {
-    hr_pack_avx2(*(const Packing*)argument, thread, num_threads);
+    kPack(*(const Packing*)argument, thread, num_threads);
 }
 
 void lookup_share(void* argument, int thread, int num_threads) {
-    hr_lookup_avx2(*(const Lookup*)argument, thread, num_threads);
+    kLookup(*(const Lookup*)argument, thread, num_threads);
 }
 
 struct QuantizedLookup {
@@ -168,16 +199,32 @@ void lookup_quantized_share(void* argument, int thread, int num_threads) {
                          l.out + i * l.num_inputs * (l.out_format == HR_F32 ? 4 : 2));
 }
 
-using DrawFunction = void (*)(const Draw&, int, int);
-
-struct DrawCall {
-    Draw draw;
-    DrawFunction function;
+template <typename Work>
+struct ScoresCall {
+    const Work& work;
+    void (*function)(const Work&, int, int);
 };
 
-void draw_share(void* argument, int thread, int num_threads) {
-    const DrawCall& call = *(const DrawCall*)argument;
-    call.function(call.draw, thread, num_threads);
+template <typename Work>
+void run_on_scores(hr_pool* pool, const Work& work, void (*function)(const Work&, int, int)) {
+    ScoresCall<Work> call = {work, function};
+    const auto share = [](void* argument, int thread, int num_threads) {
+        const ScoresCall<Work>& call = *(const ScoresCall<Work>*)argument;
+        call.function(call.work, thread, num_threads);
+    };
+    pool->threads.run(share, &call);
+}
+
+// Of all parts of a row, in order.
+Best best_of_parts(const Best* parts, int64_t stride, int num_parts) {
+    Best best = {0.0f, -1};
+    for (int i = 0; i < num_parts; ++i) {
+        const Best& part = parts[i * stride];
+        if (part.token < 0) continue;
+        if (part.score != part.score) return part;
+        if (best.token < 0 || part.score > best.score) best = part;
+    }
+    return best;
 }
 
 }  // namespace
@@ -204,9 +251,6 @@ hr_pool* hr_pool_new(int32_t num_threads, const int32_t* cpus) {
 void hr_pool_free(hr_pool* pool) { delete pool; }
 
 int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, const hr_step* step) {
-    constexpr WorkFunction kFunctions[HR_NUM_ISAS] = {
-        hr_work_avx2, hr_work_avx512, hr_work_avx512_vnni, hr_work_avx512_bf16, kWorkAmx, nullptr,
-    };
     for (int64_t i = 0; i < num_ops; ++i)
         if (!can_run(ops[i], *step)) return -2;
     try {
@@ -218,7 +262,7 @@ int32_t hr_run(hr_pool* pool, int32_t isa, const hr_op* ops, int64_t num_ops, co
         work.barrier = &pool->threads.barrier;
         work.seconds = seconds;
         prepare(pool->memory, work, pool->threads.num_threads);
-        Call call = {&work, kFunctions[isa]};
+        Call call = {&work, kWork[isa]};
         pool->threads.run(run_call, &call);
         return 0;
     } catch (const std::bad_alloc&) {
@@ -271,14 +315,44 @@ int32_t hr_lookup(hr_pool* pool, const void* packed, int32_t format, int64_t num
     return 0;
 }
 
-void hr_draw(hr_pool* pool, int32_t isa, float* scores, int64_t num_rows, int64_t vocab,
-             const hr_draw_row* rows, int64_t* token_ids) {
-    // Nothing of it is a product of bf16.
-    constexpr DrawFunction kFunctions[HR_NUM_ISAS] = {
-        hr_draw_avx2, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, hr_draw_avx512, nullptr,
-    };
-    DrawCall call = {{scores, num_rows, vocab, rows, token_ids}, kFunctions[isa]};
-    pool->threads.run(draw_share, &call);  // also one row: it sets what becomes of denormals
+int32_t hr_argmax(hr_pool* pool, int32_t isa, const float* scores, int64_t num_rows, int64_t vocab,
+                  float* maxima, int64_t* token_ids) {
+    const int num_threads = pool->threads.num_threads;
+    std::vector<Best>& bests = pool->memory.bests;
+    try {
+        bests.resize(num_threads * num_rows);
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+    const Argmax argmax = {scores, num_rows, vocab, bests.data()};
+    run_on_scores(pool, argmax, kScores[isa].argmax);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const Best best = best_of_parts(bests.data() + row, num_rows, num_threads);
+        maxima[row] = best.score;
+        token_ids[row] = best.token;
+    }
+    return 0;
+}
+
+int32_t hr_draw(hr_pool* pool, int32_t isa, const float* logits, int64_t vocab,
+                const hr_draw_row* rows, int64_t num_rows, float* scores, int64_t* token_ids) {
+    Draw draw = {logits, num_rows, vocab, rows, scores, token_ids, nullptr};
+    try {
+        const int64_t num_floats = pool->threads.num_threads * draw_memory(vocab);
+        draw.memory = (float*)aligned(pool->memory.drawing, num_floats * sizeof(float));
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+    run_on_scores(pool, draw, kScores[isa].draw);
+    return 0;
+}
+
+void hr_score(hr_pool* pool, int32_t isa, const float* logits, int64_t vocab, const int64_t* rows,
+              int64_t num_rows, const int64_t* token_ids, const int64_t* num_tops,
+              const float* maxima, int64_t stride, float* scores, int64_t* ids, int64_t* ranks) {
+    const Scoring scoring = {logits, num_rows, vocab,  rows, token_ids, num_tops,
+                             maxima, stride,   scores, ids,  ranks};
+    run_on_scores(pool, scoring, kScores[isa].score);
 }
 
 double hr_peak(hr_pool* pool, int32_t isa, int32_t format, int64_t rounds) {

@@ -7,6 +7,9 @@
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace {
@@ -87,6 +90,7 @@ const char* why_no_tiles() {
 #else
 #if !defined(HR_AMX_EMULATED) && !defined(HR_AMX_ASSUMED)
     if (!has_amx_instructions()) return "the processor has no AMX with bf16 and int8";
+    if (!__builtin_cpu_supports("avx512bf16")) return "the processor has no AVX-512 BF16";
     if (!does_system_save_tiles()) return "the system does not save tiles";
     if (const char* denied = ask_for_tiles()) return denied;
 #endif
@@ -101,7 +105,7 @@ const char* why_no_tiles() {
 Findings find_out() {
     Findings f = {};
     __builtin_cpu_init();
-    f.missing[HR_NEON] = "the processor is not an Arm one";
+    f.missing[HR_NEON] = f.missing[HR_NEON_DOTPROD] = "the processor is not an Arm one";
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
         !__builtin_cpu_supports("f16c"))
         f.missing[HR_AVX2] = "the processor has no AVX2 with FMA";
@@ -126,6 +130,13 @@ Findings find_out() {
 Findings find_out() {
     Findings f = {};
     for (const char*& missing : f.missing) missing = "the processor is not an x86-64 one";
+#if defined(__aarch64__)
+    const unsigned long has = getauxval(AT_HWCAP);
+    f.missing[HR_NEON] = has & HWCAP_ASIMD ? nullptr : "the processor has no NEON";
+    f.missing[HR_NEON_DOTPROD] = f.missing[HR_NEON];
+    if (!f.missing[HR_NEON_DOTPROD] && !(has & HWCAP_ASIMDDP))
+        f.missing[HR_NEON_DOTPROD] = "the processor has no dot products of bytes";
+#endif
     return f;
 }
 

@@ -1,7 +1,8 @@
 // Packing of float matrices, and rows out of packed ones. Both are exact but for one rounding, so
-// one version serves all instruction sets of a processor family.
+// one version, with 8 lanes, serves all instruction sets of a kind of processor.
 #pragma once
 
+#include "integers.h"
 #include "rows.h"
 
 namespace {
@@ -17,13 +18,61 @@ inline int64_t place(int64_t k, int64_t lane) {
     return k * kBlockRows + lane;
 }
 
+#if defined(__aarch64__)
+
+// Rows of 4 dwords become columns.
+inline void transpose(uint32x4_t (&rows)[4]) {
+    const auto wide = [](uint32x4_t a) { return vreinterpretq_u64_u32(a); };
+    const auto words = [](uint64x2_t a) { return vreinterpretq_u32_u64(a); };
+    const uint32x4_t even[2] = {vtrn1q_u32(rows[0], rows[1]), vtrn1q_u32(rows[2], rows[3])};
+    const uint32x4_t odd[2] = {vtrn2q_u32(rows[0], rows[1]), vtrn2q_u32(rows[2], rows[3])};
+    rows[0] = words(vtrn1q_u64(wide(even[0]), wide(even[1])));
+    rows[1] = words(vtrn1q_u64(wide(odd[0]), wide(odd[1])));
+    rows[2] = words(vtrn2q_u64(wide(even[0]), wide(even[1])));
+    rows[3] = words(vtrn2q_u64(wide(odd[0]), wide(odd[1])));
+}
+
 // 8 rows of 8 dwords, turned.
 template <typename W>
-inline void transpose(const W* const* rows, int64_t k, __m256i* turned) {
-    __m256i a[8], b[8];
+inline void transpose(const W* const* rows, int64_t k, Ints* turned) {
+    constexpr int64_t kQuarter = 16 / sizeof(W);
+    for (int i = 0; i < 8; ++i) prefetch((const char*)(rows[i] + k) + kSourcePrefetch);
+    for (int half = 0; half < 2; ++half) {
+        uint32x4_t low[4], high[4];
+        for (int i = 0; i < 4; ++i) {
+            low[i] = vld1q_u32((const uint32_t*)(rows[i] + k + half * kQuarter));
+            high[i] = vld1q_u32((const uint32_t*)(rows[4 + i] + k + half * kQuarter));
+        }
+        transpose(low);
+        transpose(high);
+        for (int j = 0; j < 4; ++j)
+            turned[4 * half + j] = {vreinterpretq_s32_u32(low[j]), vreinterpretq_s32_u32(high[j])};
+    }
+}
+
+// Of 16 dwords, the first and the second halves.
+inline Ints first_halves(Ints low, Ints high) {
+    const auto joined = [](int32x4_t a, int32x4_t b) {
+        return vreinterpretq_s32_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
+    };
+    return {joined(low.low, low.high), joined(high.low, high.high)};
+}
+inline Ints second_halves(Ints low, Ints high) {
+    const auto joined = [](int32x4_t a, int32x4_t b) {
+        return vreinterpretq_s32_s16(vuzp2q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
+    };
+    return {joined(low.low, low.high), joined(high.low, high.high)};
+}
+
+#else
+
+// 8 rows of 8 dwords, turned.
+template <typename W>
+inline void transpose(const W* const* rows, int64_t k, Ints* turned) {
+    Ints a[8], b[8];
     for (int i = 0; i < 8; ++i) {
         prefetch((const char*)(rows[i] + k) + kSourcePrefetch);
-        a[i] = _mm256_loadu_si256((const __m256i*)(rows[i] + k));
+        a[i] = load_ints(rows[i] + k);
     }
     for (int i = 0; i < 4; ++i) {
         b[2 * i] = _mm256_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
@@ -42,28 +91,36 @@ inline void transpose(const W* const* rows, int64_t k, __m256i* turned) {
     }
 }
 
+// Of 16 dwords, the first and the second halves.
+inline Ints first_halves(Ints low, Ints high) {
+    const Ints mask = splat_int(0xffff);
+    const Ints halves = _mm256_packus_epi32(bits_and(low, mask), bits_and(high, mask));
+    return _mm256_permute4x64_epi64(halves, 0xd8);
+}
+inline Ints second_halves(Ints low, Ints high) {
+    const Ints halves = _mm256_packus_epi32(shifted_right<16>(low), shifted_right<16>(high));
+    return _mm256_permute4x64_epi64(halves, 0xd8);
+}
+
+#endif
+
 // Inputs of 16 rows from `k` on, as many as fill 32 bytes at a time; returns where it stops.
 template <typename W>
 inline int64_t pack_group(const W* const* rows, int64_t k, int64_t end, W* block, int64_t lane) {
     constexpr int64_t kPerDword = 4 / sizeof(W);
     for (; k + 8 * kPerDword <= end; k += 8 * kPerDword) {
-        __m256i turned[2][8];
+        Ints turned[2][8];
         transpose(rows, k, turned[0]);
         transpose(rows + 8, k, turned[1]);
         for (int i = 0; i < 8; ++i) {
-            const __m256i low = turned[0][i], high = turned[1][i];
-            __m256i* out = (__m256i*)(block + place<W>(k + i * kPerDword, lane));
+            const Ints low = turned[0][i], high = turned[1][i];
+            char* out = (char*)(block + place<W>(k + i * kPerDword, lane));
             if constexpr (kFormat<W> == HR_F16) {  // two inputs in a dword, for two places
-                const __m256i mask = _mm256_set1_epi32(0xffff);
-                const __m256i first =
-                    _mm256_packus_epi32(_mm256_and_si256(low, mask), _mm256_and_si256(high, mask));
-                const __m256i second =
-                    _mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16));
-                _mm256_storeu_si256(out, _mm256_permute4x64_epi64(first, 0xd8));
-                _mm256_storeu_si256(out + 2, _mm256_permute4x64_epi64(second, 0xd8));
+                store_ints(out, first_halves(low, high));
+                store_ints(out + kBlockRows * sizeof(W), second_halves(low, high));
             } else {
-                _mm256_storeu_si256(out, low);
-                _mm256_storeu_si256(out + 1, high);
+                store_ints(out, low);
+                store_ints(out + sizeof(Ints), high);
             }
         }
     }

@@ -62,18 +62,50 @@ const TileShapes kTileShapes;
     }
 
 HR_TILE_LOOP(bf16_tiles, "tdpbf16ps")
-HR_TILE_LOOP(int8_tiles, "tdpbusd")
+HR_TILE_LOOP(int8_tiles, "tdpbssd")
 
 #endif
 
 constexpr double vector_round(int multiply_adds) { return 2.0 * kChains * multiply_adds; }
 constexpr double tile_round(int inputs) { return 2.0 * kTileChains * 16 * 16 * inputs; }
 
+#elif defined(__aarch64__)
+
+constexpr int kChains = 24;  // of 32 registers; the last two are the operands
+
+#define HR_EIGHT(on, instruction, r0, r1, r2, r3, r4, r5, r6, r7)                       \
+    on(instruction, r0) on(instruction, r1) on(instruction, r2) on(instruction, r3)     \
+    on(instruction, r4) on(instruction, r5) on(instruction, r6) on(instruction, r7)
+
+#define HR_VECTOR_LOOP(name, on, instruction)                                                     \
+    void name(int64_t rounds) {                                                                   \
+        asm volatile("1:\n\t" HR_EIGHT(on, instruction, 0, 1, 2, 3, 4, 5, 6, 7)                   \
+                     HR_EIGHT(on, instruction, 8, 9, 10, 11, 12, 13, 14, 15)                      \
+                     HR_EIGHT(on, instruction, 16, 17, 18, 19, 20, 21, 22, 23)                    \
+                     "subs %0, %0, #1\n\tb.ne 1b"                                                 \
+                     : "+r"(rounds)                                                               \
+                     :                                                                            \
+                     : "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",   \
+                       "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20",      \
+                       "v21", "v22", "v23", "v30", "v31");                                        \
+    }
+
+#define HR_ON_FLOATS(instruction, n) instruction " v" #n ".4s, v30.4s, v31.4s\n\t"
+#define HR_ON_BYTES(instruction, n) instruction " v" #n ".8h, v30.8b, v31.8b\n\t"
+// Written as a number: the assembler takes the name only with an option for all of the file.
+#define HR_ON_QUADS(instruction, n) ".inst 0x4e9f97c0 + " #n "\n\t"  // sdot vn.4s, v30.16b, v31.16b
+
+HR_VECTOR_LOOP(fma_128, HR_ON_FLOATS, "fmla")
+HR_VECTOR_LOOP(bytes_128, HR_ON_BYTES, "smull")
+HR_VECTOR_LOOP(dots_128, HR_ON_QUADS, "sdot")
+
+constexpr double vector_round(int multiply_adds) { return 2.0 * kChains * multiply_adds; }
+
 #endif
 
 }  // namespace
 
-Peak peak_of(int32_t isa, int32_t format) {
+Peak peak_of([[maybe_unused]] int32_t isa, [[maybe_unused]] int32_t format) {
 #if defined(__x86_64__)
     const bool is_integer = format >= HR_INT8, is_bf16 = format == HR_BF16;
     switch (isa) {
@@ -94,6 +126,11 @@ Peak peak_of(int32_t isa, int32_t format) {
     }
     if (isa == HR_AVX512_VNNI || isa == HR_AVX512_BF16 || isa == HR_AMX)
         return is_integer ? Peak{vnni_512, vector_round(64)} : Peak{fma_512, vector_round(16)};
+#elif defined(__aarch64__)
+    const bool is_integer = format >= HR_INT8;
+    if (is_integer && isa == HR_NEON) return {bytes_128, vector_round(8)};
+    if (is_integer && isa == HR_NEON_DOTPROD) return {dots_128, vector_round(16)};
+    if (isa == HR_NEON || isa == HR_NEON_DOTPROD) return {fma_128, vector_round(4)};
 #endif
     return {nullptr, 0.0};
 }

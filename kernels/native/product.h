@@ -136,7 +136,7 @@ inline Vec high_halves(const bf16* p) {
     return _mm512_castsi512_ps(
         _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
 }
-#else
+#elif !defined(__aarch64__)
 inline Vec low_halves(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
 }

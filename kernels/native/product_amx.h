@@ -37,13 +37,14 @@ struct TilesAhead {
     }
 };
 
-// R row tiles, whose rows begin at `x`, times N tiles of 16 neighbouring outputs, over `num_steps`
-// times 32 k. Strides in bytes, `w_stride` from one pair of k to the next. The sums of tile r begin
-// at c + r * 16 rows, rows `c_stride` floats apart; they are added to, or begin at `is_first`.
+// R row tiles, whose rows begin at `x`, times N tiles of 16 outputs, whose weights begin at `w`, over
+// `num_steps` times 32 k, or less as the tiles are configured. Strides in bytes, `w_stride` from one
+// pair of k to the next. The sums of row tile r and output tile n begin at c + r * 16 rows + n * 16,
+// rows `c_stride` floats apart; they are added to, or begin at `is_first`.
 template <int R, int N>
-inline void multiply_tiles(const bf16* const* x, int64_t x_stride, const bf16* w, int64_t w_stride,
-                           int64_t num_steps, bool is_first, float* c, int64_t c_stride,
-                           TilesAhead& shared_ahead) {
+inline void multiply_tiles(const bf16* const* x, int64_t x_stride, const bf16* const* w,
+                           int64_t w_stride, int64_t num_steps, bool is_first, float* c,
+                           int64_t c_stride, TilesAhead& shared_ahead) {
     TilesAhead ahead = shared_ahead;  // not read again after every instruction on memory
     const int64_t c_bytes = c_stride * (int64_t)sizeof(float);
     float* lower = c + kTileRows * c_stride;
@@ -58,13 +59,15 @@ inline void multiply_tiles(const bf16* const* x, int64_t x_stride, const bf16* w
         if (R == 2) load_tile<kTileC10>(lower, c_bytes);
         if (R == 2 && N == 2) load_tile<kTileC11>(lower + kTileRows, c_bytes);
     }
-    const char* weights = (const char*)w;
-    for (int64_t step = 0; step < num_steps; ++step, weights += kTileRows * w_stride) {
-        load_tile<kTileB0>(weights, w_stride);
+    const char *first = (const char*)w[0], *second = (const char*)w[N - 1];
+    for (int64_t step = 0; step < num_steps; ++step) {
+        load_tile<kTileB0>(first, w_stride);
+        first += kTileRows * w_stride;
         load_tile<kTileA0>(x[0] + step * kStepInputs, x_stride);
         multiply_bf16_tiles<kTileC00, kTileA0, kTileB0>();
         if (N == 2) {
-            load_tile<kTileB1>(weights + kTileBytes, w_stride);
+            load_tile<kTileB1>(second, w_stride);
+            second += kTileRows * w_stride;
             multiply_bf16_tiles<kTileC01, kTileA0, kTileB1>();
         }
         if (R == 2) {
@@ -81,24 +84,28 @@ inline void multiply_tiles(const bf16* const* x, int64_t x_stride, const bf16* w
     shared_ahead = ahead;
 }
 
-// c[r][n] = the product of row r of x with output n, over `k` inputs, a multiple of 32. `outputs`: a
-// multiple of 16. `b`: pairs of k, `b_stride_bytes` apart, of [outputs][2]. Tiles must be configured
-// for 16 rows of 64 bytes; x must be readable and c writable up to the next multiple of 16 rows,
+// c[r][n] = the product of row r of x with output n, or is added to unless `is_first`, for the tiles
+// of 16 outputs from `first` to `end` and `num_steps` steps of as many k as a row of A is configured
+// for. `weights(t)`: of output tile t, pairs of k, `w_stride` elements apart, of [16][2]. Tiles must
+// be configured for 16 rows; x must be readable and c writable up to the next multiple of 16 rows,
 // whose surplus may hold anything.
-inline void tile_product_bf16(int64_t rows, const bf16* x, int64_t x_stride, const bf16* b,
-                              int64_t b_stride_bytes, int64_t k, int64_t outputs, float* c,
-                              int64_t c_stride) {
-    const int64_t steps = k / kStepInputs, x_bytes = x_stride * (int64_t)sizeof(bf16);
+template <typename Weights>
+inline void tile_product_bf16(int64_t num_rows, const bf16* x, int64_t x_stride, Weights weights,
+                              int64_t w_stride, int64_t num_steps, int64_t first, int64_t end,
+                              bool is_first, float* c, int64_t c_stride) {
+    const int64_t x_bytes = x_stride * (int64_t)sizeof(bf16);
+    const int64_t w_bytes = w_stride * (int64_t)sizeof(bf16);
     TilesAhead none = {nullptr, 0};
-    for (int64_t n = 0; n < outputs; n += kBlockRows) {
-        const bool is_wide = n + kBlockRows <= outputs;
-        for (int64_t row = 0; row < rows; row += 2 * kTileRows) {
-            const bf16* tiles[2] = {x + row * x_stride, x + (row + kTileRows) * x_stride};
-            const auto multiply = rows - row > kTileRows
-                ? (is_wide ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
-                : (is_wide ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
-            multiply(tiles, x_bytes, b + 2 * n, b_stride_bytes, steps, true, c + row * c_stride + n,
-                     c_stride, none);
+    for (int64_t tile = first; tile < end; tile += 2) {
+        const bool is_paired = tile + 1 < end;
+        const bf16* w[2] = {weights(tile), is_paired ? weights(tile + 1) : nullptr};
+        for (int64_t row = 0; row < num_rows; row += 2 * kTileRows) {
+            const bf16* rows[2] = {x + row * x_stride, x + (row + kTileRows) * x_stride};
+            const auto multiply = num_rows - row > kTileRows
+                ? (is_paired ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
+                : (is_paired ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
+            multiply(rows, x_bytes, w, w_bytes, num_steps, is_first,
+                     c + row * c_stride + tile * kTileRows, c_stride, none);
         }
     }
 }
@@ -161,13 +168,14 @@ inline void multiply_panel(const TilePass& pass, int64_t block, int64_t first_st
     const int64_t num_tiles = pass.num_tiles(), num_pairs = (num_tiles + 1) / 2;
     const int64_t x_bytes = pass.x_stride * (int64_t)sizeof(bf16);
     const bf16* panel = pass.weight + (block * pass.num_steps + first_step) * kStepInputs * kBlockRows;
+    const bf16* outputs[2] = {panel, panel + kTileBytes / sizeof(bf16)};
     TilesAhead ahead = {next_panel, (kStepLines + num_pairs - 1) / num_pairs};
     for (int64_t tile = 0; tile < num_tiles; tile += 2) {
         const bf16* x = pass.x + first_step * kStepInputs;
         const bf16* tiles[2] = {x + pass.tile_row(tile) * pass.x_stride,
                                 x + pass.tile_row(tile + 1) * pass.x_stride};
         const auto multiply = tile + 1 < num_tiles ? multiply_tiles<2, 2> : multiply_tiles<1, 2>;
-        multiply(tiles, x_bytes, panel, 2 * kTileBytes, num_steps, first_step == 0,
+        multiply(tiles, x_bytes, outputs, 2 * kTileBytes, num_steps, first_step == 0,
                  sums + tile * kTileSums, kBlockRows, ahead);
     }
 }

@@ -14,15 +14,27 @@ constexpr int kQuantizedInputs = 32;
 struct alignas(64) QuantizedBlock {
     int8_t codes[kQuantizedInputs];
     float scale;
-    float scaled_sum;       // scale * (sum of the codes), one rounding
-    int32_t minus_sum;      // of the codes
-    int32_t minus_sums[2];  // of the first and the last 16
-    int32_t unused[3];
+    float scaled_sum;            // scale * (sum of the codes), one rounding
+    int32_t minus_sums[3];       // of the codes: times 2^3, 2^4 and 2^7
+    int32_t minus_half_sums[2];  // of the first and the last 16: times 2^5
+    int32_t unused[1];
+
+    // -(sum of the codes) * 2^kOffsetBits: what the offset of a format's codes adds to a dot. Of all
+    // 32, or of one half.
+    template <int kOffsetBits, int kPart>
+    int32_t offset_sum() const {
+        static_assert(kOffsetBits == 3 || kOffsetBits == 4 || kOffsetBits == 5 || kOffsetBits == 7,
+                      "the offsets that formats have");
+        if constexpr (kOffsetBits == 5) return minus_half_sums[kPart];
+        return minus_sums[kOffsetBits == 7 ? 2 : kOffsetBits - 3];
+    }
 };
 
 inline int64_t num_quantized_blocks(int64_t num_inputs) {
     return (num_inputs + kQuantizedInputs - 1) / kQuantizedInputs;
 }
+
+#if !defined(__aarch64__)
 
 inline uint32_t largest_magnitude_bits(const Vec (&x)[kQuantizedInputs / HR_LANES]) {
 #if HR_LANES == 16
@@ -43,7 +55,8 @@ inline uint32_t largest_magnitude_bits(const Vec (&x)[kQuantizedInputs / HR_LANE
 }
 
 // Rounded to nearest even, 16 at a time; |x| <= 127.
-inline __m128i narrow_codes(const Vec* x) {
+typedef __m128i Codes;
+inline Codes narrow_codes(const Vec* x) {
 #if HR_LANES == 16
     return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x[0]));
 #else
@@ -53,12 +66,16 @@ inline __m128i narrow_codes(const Vec* x) {
 #endif
 }
 
-inline int32_t sum_of_bytes(__m128i codes) {
+inline void store_codes(int8_t* p, Codes codes) { _mm_store_si128((__m128i*)p, codes); }
+
+inline int32_t sum_of_bytes(Codes codes) {
     // Sums of unsigned bytes, to which 128 was added 16 times.
     const __m128i halves =
         _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8((char)0x80)), _mm_setzero_si128());
     return _mm_cvtsi128_si32(halves) + _mm_extract_epi32(halves, 2) - 16 * 128;
 }
+
+#endif
 
 inline void quantize_block(const Vec (&x)[kQuantizedInputs / HR_LANES], QuantizedBlock& out) {
     constexpr int kHalf = 16 / HR_LANES;  // vectors of 16 inputs
@@ -73,14 +90,19 @@ inline void quantize_block(const Vec (&x)[kQuantizedInputs / HR_LANES], Quantize
     const Vec inverse = splat(127.0f / most);
     Vec scaled[2 * kHalf];
     for (int i = 0; i < 2 * kHalf; ++i) scaled[i] = mul(x[i], inverse);
+    int32_t sums[2];
     for (int half = 0; half < 2; ++half) {
-        const __m128i codes = narrow_codes(scaled + half * kHalf);
-        _mm_store_si128((__m128i*)(out.codes + 16 * half), codes);
-        out.minus_sums[half] = -sum_of_bytes(codes);
+        const Codes codes = narrow_codes(scaled + half * kHalf);
+        store_codes(out.codes + 16 * half, codes);
+        sums[half] = sum_of_bytes(codes);
+        out.minus_half_sums[half] = -sums[half] * 32;
     }
-    out.minus_sum = out.minus_sums[0] + out.minus_sums[1];
+    const int32_t sum = sums[0] + sums[1];
+    out.minus_sums[0] = -sum * 8;
+    out.minus_sums[1] = -sum * 16;
+    out.minus_sums[2] = -sum * 128;
     out.scale = most / 127.0f;
-    out.scaled_sum = out.scale * (float)-out.minus_sum;
+    out.scaled_sum = out.scale * (float)sum;
 }
 
 // A row of `size` inputs of format E into `num_quantized_blocks(size)` blocks.

@@ -6,7 +6,11 @@
 // another.
 #pragma once
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 #include <stdint.h>
 #include <string.h>
 
@@ -17,6 +21,22 @@ typedef uint16_t bf16;
 struct f16 {
     uint16_t bits;
 };
+
+inline float to_float(float value) { return value; }
+inline float to_float(bf16 value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+}  // namespace
+
+#if defined(__aarch64__)
+#include "simd_neon.h"
+#else
+
+namespace {
 
 // Into all caches. Not the intrinsic: gcc removes calls of functions that do nothing else.
 inline void prefetch(const void* line) {
@@ -29,14 +49,12 @@ inline void prefetch_far(const void* line) {
     asm volatile("prefetcht1 %0" : : "m"(*(const char*)line));
 }
 
-inline float to_float(float value) { return value; }
+inline unsigned arithmetic_mode() { return _mm_getcsr(); }
+inline void set_arithmetic_mode(unsigned mode) { _mm_setcsr(mode); }
+constexpr unsigned kFlushDenormals = 0x8040;  // MXCSR: flush to zero, denormals are zero
+
 inline float to_float(f16 value) { return _cvtsh_ss(value.bits); }
-inline float to_float(bf16 value) {
-    const uint32_t bits = (uint32_t)value << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
+inline f16 to_f16(float value) { return {_cvtss_sh(value, 0)}; }  // to nearest even
 
 #if HR_LANES == 16
 
@@ -57,6 +75,12 @@ inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
 }
 inline uint32_t at_least(Vec x, Vec limit) {  // bit i: lane i of x is not below that of limit
     return _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ);
+}
+inline uint32_t above(Vec x, Vec limit) {
+    return _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ);
+}
+inline uint32_t unordered(Vec a, Vec b) {  // bit i: lane i of one of them is not a number
+    return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
 }
 inline Vec excluded_below(Vec x, Vec limit) {  // -Inf where x < limit
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ),
@@ -101,15 +125,39 @@ inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+// Writes the lanes that the bits name one after the other, and anything up to HR_LANES floats.
+inline void store_lanes(float* p, Vec v, uint32_t lanes) {
+    _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)lanes, v));
+}
+
+typedef __m512d Doubles;  // half as many as floats
+inline Doubles add(Doubles a, Doubles b) { return _mm512_add_pd(a, b); }
+inline void store(double* p, Doubles v) { _mm512_storeu_pd(p, v); }
+inline Doubles low_half(Vec v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+inline Doubles high_half(Vec v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+
 typedef __m512i Words;  // of 32 bits, unsigned
 inline Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_words(uint32_t* p, Words w) { _mm512_storeu_si512(p, w); }
 inline Words splat_word(uint32_t w) { return _mm512_set1_epi32((int)w); }
-inline Words exclusive_or(Words a, Words b) { return _mm512_xor_si512(a, b); }
-inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alike
-    const Words even = _mm512_mul_epu32(a, b), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), b);
-    high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
-    low = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+inline Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words exclusive_or(Words a, Words b, Words c) {
+    return _mm512_ternarylogic_epi32(a, b, c, 0x96);
+}
+// Pairs of words are numbers of 64 bits, low word first.
+inline Words multiply_low(Words a, Words b) { return _mm512_mul_epu32(a, b); }  // their low words
+inline Words high_words(Words a) { return _mm512_srli_epi64(a, 32); }
+inline Words low_words(Words a, Words b) {  // a's first in each pair
+    return _mm512_mask_mov_epi32(a, 0xaaaa, _mm512_slli_epi64(b, 32));
+}
+inline Words even_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }  // in turn
+inline Words odd_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
+inline Vec upper_halves(Words w) {  // (2^32 - 1 - w) / 2, as floats
+    return _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_xor_si512(w, _mm512_set1_epi32(-1)), 1));
+}
+inline Vec power_of_two_above(Vec x) {  // 2^x <= result < 1.07 * 2^x, for x in -126 ... 127
+    const Vec scaled = _mm512_fmadd_ps(x, _mm512_set1_ps(0x1p23f), _mm512_set1_ps(127 * 0x1p23f));
+    return _mm512_castsi512_ps(_mm512_cvtps_epi32(scaled));
 }
 
 #else
@@ -131,6 +179,12 @@ inline Vec zero_below(Vec v, Vec x, Vec limit) {  // 0 where x < limit
 }
 inline uint32_t at_least(Vec x, Vec limit) {  // bit i: lane i of x is not below that of limit
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GE_OQ));
+}
+inline uint32_t above(Vec x, Vec limit) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ));
+}
+inline uint32_t unordered(Vec a, Vec b) {  // bit i: lane i of one of them is not a number
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q));
 }
 inline Vec excluded_below(Vec x, Vec limit) {  // -Inf where x < limit
     return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()),
@@ -176,18 +230,50 @@ inline float sum(Vec v) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
+// Writes the lanes that the bits name one after the other, and anything up to HR_LANES floats.
+inline void store_lanes(float* p, Vec v, uint32_t lanes) {
+    float all[HR_LANES];
+    _mm256_storeu_ps(all, v);
+    for (; lanes != 0; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+}
+
+typedef __m256d Doubles;  // half as many as floats
+inline Doubles add(Doubles a, Doubles b) { return _mm256_add_pd(a, b); }
+inline void store(double* p, Doubles v) { _mm256_storeu_pd(p, v); }
+inline Doubles low_half(Vec v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+inline Doubles high_half(Vec v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+
 typedef __m256i Words;  // of 32 bits, unsigned
 inline Words load_words(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void store_words(uint32_t* p, Words w) { _mm256_storeu_si256((__m256i*)p, w); }
 inline Words splat_word(uint32_t w) { return _mm256_set1_epi32((int)w); }
-inline Words exclusive_or(Words a, Words b) { return _mm256_xor_si256(a, b); }
-inline void multiply(Words a, Words b, Words& high, Words& low) {  // all b alike
-    const Words even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
-    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+inline Words add(Words a, Words b) { return _mm256_add_epi32(a, b); }
+inline Words exclusive_or(Words a, Words b, Words c) {
+    return _mm256_xor_si256(_mm256_xor_si256(a, b), c);
+}
+// Pairs of words are numbers of 64 bits, low word first.
+inline Words multiply_low(Words a, Words b) { return _mm256_mul_epu32(a, b); }  // their low words
+inline Words high_words(Words a) { return _mm256_srli_epi64(a, 32); }
+inline Words low_words(Words a, Words b) {  // a's first in each pair
+    return _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xaa);
+}
+inline Words even_pairs(Words a, Words b) { return _mm256_unpacklo_epi64(a, b); }  // in turn
+inline Words odd_pairs(Words a, Words b) { return _mm256_unpackhi_epi64(a, b); }
+inline Vec upper_halves(Words w) {  // (2^32 - 1 - w) / 2, as floats
+    return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_xor_si256(w, _mm256_set1_epi32(-1)), 1));
+}
+inline Vec power_of_two_above(Vec x) {  // 2^x <= result < 1.07 * 2^x, for x in -126 ... 127
+    const Vec scaled = _mm256_fmadd_ps(x, _mm256_set1_ps(0x1p23f), _mm256_set1_ps(127 * 0x1p23f));
+    return _mm256_castsi256_ps(_mm256_cvtps_epi32(scaled));
 }
 
 #endif
+
+}  // namespace
+
+#endif
+
+namespace {
 
 // The first n of HR_LANES elements; the others are 0. The same arithmetic serves tails.
 template <typename T>
@@ -195,6 +281,15 @@ inline Vec load_some(const T* p, int64_t n) {
     if (n >= HR_LANES) return load(p);
     T padded[HR_LANES] = {};
     memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+
+// The first n of HR_LANES scores; the others are excluded.
+inline Vec load_scores(const float* scores, int64_t n) {
+    if (n >= HR_LANES) return load(scores);
+    float padded[HR_LANES];
+    store(padded, splat(-__builtin_inff()));
+    memcpy(padded, scores, n * sizeof(float));
     return load(padded);
 }
 
@@ -217,10 +312,24 @@ inline float largest(Vec v) {  // of the numbers; those that are none are passed
     return most;
 }
 
+// While it lives, denormals are numbers to this thread, which the pool's do not take them for.
+class DenormalsKept {
+  public:
+    DenormalsKept() : before_(arithmetic_mode()) {
+        set_arithmetic_mode(before_ & ~kFlushDenormals);
+    }
+    ~DenormalsKept() { set_arithmetic_mode(before_); }
+
+  private:
+    const decltype(arithmetic_mode()) before_;
+};
+
+constexpr float kLeastExponent = -87.3f;
+
 // e^x with about one unit in the last place; exactly 1 at 0, 0 below -87.3, finite above 88.
 // Cody-Waite reduction by ln 2 in two parts, then the Taylor polynomial of degree 7.
 inline Vec exponential(Vec x) {
-    const Vec low = splat(-87.3f);
+    const Vec low = splat(kLeastExponent);
     const Vec bounded = max(low, min(splat(88.0f), x));
     const Vec n = round_to_int(mul(bounded, splat(1.44269504f)));
     Vec r = fma(n, splat(-0.693359375f), bounded);
@@ -234,6 +343,12 @@ inline Vec exponential(Vec x) {
     p = fma(p, r, splat(1.0f));
     p = fma(p, r, splat(1.0f));
     return zero_below(times_power_of_two(p, n), x, low);
+}
+
+// An upper bound of e^x, up to rounding, that is too large by at most 7 %: between powers of two it
+// goes straight.
+inline Vec exponential_above(Vec x) {
+    return power_of_two_above(mul(max(x, splat(kLeastExponent)), splat(1.44269504f)));
 }
 
 inline Vec silu(Vec x) { return div(x, add(splat(1.0f), exponential(sub(splat(0.0f), x)))); }

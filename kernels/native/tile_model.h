@@ -45,8 +45,8 @@ inline void model_bf16(const uint16_t (*a)[32], const uint16_t (*b)[32], float (
     _mm_setcsr(before);
 }
 
-// tdpbsud: c[m][n] += the sum over k of signed a and unsigned b, modulo 2^32.
-inline void model_int8(const int8_t (*a)[64], const uint8_t (*b)[64], int32_t (*c)[16],
+// tdpbssd: c[m][n] += the sum over k of signed a and b, modulo 2^32.
+inline void model_int8(const int8_t (*a)[64], const int8_t (*b)[64], int32_t (*c)[16],
                        int num_rows, int num_quads) {
     for (int m = 0; m < num_rows; ++m)
         for (int n = 0; n < 16; ++n) {

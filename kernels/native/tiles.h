@@ -1,7 +1,7 @@
 // AMX tiles: eight registers of up to 16 rows of 64 bytes, and products of them.
 //
 // C tiles hold 16 outputs of up to 16 rows as dwords. An A tile holds those rows' inputs side by
-// side: 32 bf16, 64 int8 or half as many int8. A B tile holds the weights of 16 outputs: a row of it
+// side: 32 bf16, 64 int8 or 32 or 16 int8. A B tile holds the weights of 16 outputs: a row of it
 // has one dword of inputs (2 bf16 or 4 int8) of each output. Rows of a tile may lie any number of
 // bytes apart in memory.
 //
@@ -27,6 +27,7 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;      // of a whole row
 constexpr int kHalfTileBytes = 32;  // of a row of A with 32 int8
+constexpr int kQuarterTileBytes = 16;
 
 enum TileRegister {
     kTileC00 = 0,  // row tile 0, output tile 0
@@ -63,6 +64,7 @@ constexpr TileShapes make_shapes(int num_rows, int input_bytes) {
 struct AllShapes {
     TileShapes whole[kTileRows + 1];  // by number of rows
     TileShapes half[kTileRows + 1];
+    TileShapes quarter[kTileRows + 1];
 };
 
 constexpr AllShapes make_all_shapes() {
@@ -70,6 +72,7 @@ constexpr AllShapes make_all_shapes() {
     for (int rows = 1; rows <= kTileRows; ++rows) {
         all.whole[rows] = make_shapes(rows, kTileBytes);
         all.half[rows] = make_shapes(rows, kHalfTileBytes);
+        all.quarter[rows] = make_shapes(rows, kQuarterTileBytes);
     }
     return all;
 }
@@ -77,7 +80,11 @@ constexpr AllShapes make_all_shapes() {
 constexpr AllShapes kAllShapes = make_all_shapes();
 
 inline const TileShapes& tile_shapes(int num_rows, int input_bytes) {
-    return input_bytes == kTileBytes ? kAllShapes.whole[num_rows] : kAllShapes.half[num_rows];
+    switch (input_bytes) {
+        case kQuarterTileBytes: return kAllShapes.quarter[num_rows];
+        case kHalfTileBytes: return kAllShapes.half[num_rows];
+        default: return kAllShapes.whole[num_rows];
+    }
 }
 
 #ifdef HR_AMX_EMULATED
@@ -140,15 +147,15 @@ inline void multiply_bf16_tiles() {
 template <TileRegister C, TileRegister A, TileRegister B>
 inline void multiply_int8_tiles() {
     emulated.check_product(C, A, B);
-    model_int8((const int8_t(*)[64])emulated.data[A], (const uint8_t(*)[64])emulated.data[B],
+    model_int8((const int8_t(*)[64])emulated.data[A], (const int8_t(*)[64])emulated.data[B],
                (int32_t(*)[16])emulated.data[C], emulated.shapes.num_rows[C],
                emulated.shapes.num_rows[B]);
 }
 
 #else
 
-// C and A tiles get `num_rows` rows, 16 at most; `input_bytes` is that of a row of A: 64, or 32 for
-// 32 int8. All registers become 0.
+// C and A tiles get `num_rows` rows, 16 at most; `input_bytes` is that of a row of A: 64, or 32 or 16
+// for as many int8. All registers become 0.
 inline void configure_tiles(int num_rows, int input_bytes) {
     asm volatile("ldtilecfg %0" : : "m"(tile_shapes(num_rows, input_bytes)));
 }
@@ -184,10 +191,10 @@ inline void multiply_bf16_tiles() {
                  : "i"((int)C), "i"((int)A), "i"((int)B));
 }
 
-// C += A B, of signed A and unsigned B, exactly.
+// C += A B, of signed bytes, exactly.
 template <TileRegister C, TileRegister A, TileRegister B>
 inline void multiply_int8_tiles() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0"
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0"
                  :
                  : "i"((int)C), "i"((int)A), "i"((int)B));
 }
@@ -195,25 +202,16 @@ inline void multiply_int8_tiles() {
 #endif
 
 // c[r][n] = the sum over the inputs of a[r][k] * b[n][k], exactly, for the rows and the number of
-// inputs (`input_bytes`: 32 or 64) that `configure_tiles` was called with. Rows of `a` lie
+// inputs (`input_bytes`: 64, 32 or 16) that `configure_tiles` was called with. Rows of `a` lie
 // `a_stride` bytes apart. `b`: [inputs / 4][16 outputs][4], `b_stride` bytes from one group of 4
-// inputs to the next: 64 if they are packed densely. `c`: rows of 16 * N, for N (1 or 2) neighbouring
-// groups of 16 outputs, whose weights lie `b_step` bytes apart.
-template <int N>
-inline void multiply_tile_int8(const int8_t* a, int64_t a_stride, const uint8_t* b,
-                               int64_t b_stride, int64_t b_step, int32_t (*c)[16 * N]) {
-    static_assert(N == 1 || N == 2, "there are two tiles for weights");
+// inputs to the next: 64 if they are packed densely.
+inline void multiply_tile_int8(const int8_t* a, int64_t a_stride, const int8_t* b,
+                               int64_t b_stride, int32_t (*c)[16]) {
     load_tile<kTileA0>(a, a_stride);
     load_tile<kTileB0>(b, b_stride);
     zero_tile<kTileC00>();
     multiply_int8_tiles<kTileC00, kTileA0, kTileB0>();
-    if (N == 2) {
-        load_tile<kTileB1>(b + b_step, b_stride);
-        zero_tile<kTileC01>();
-        multiply_int8_tiles<kTileC01, kTileA0, kTileB1>();
-    }
     store_tile<kTileC00>(c, sizeof *c);
-    if (N == 2) store_tile<kTileC01>((int32_t*)c + 16, sizeof *c);
 }
 
 }  // namespace

@@ -70,13 +70,47 @@ struct Work {
     double (*seconds)();  // of a clock
 };
 
-// Rows of scores to draw from, shared out over the threads.
+// The largest of some scores, and where it is; token -1: there are none.
+struct Best {
+    float score;
+    int64_t token;
+};
+
+// Rows whose best scores are sought, by every thread in a part of their columns.
+struct Argmax {
+    const float* scores;  // [num_rows, vocab]
+    int64_t num_rows;
+    int64_t vocab;
+    Best* bests;  // [num_threads, num_rows]
+};
+
+// Rows of logits to draw from, shared out over the threads.
 struct Draw {
-    float* scores;  // [num_rows, vocab]
+    const float* logits;  // [*, vocab]
     int64_t num_rows;
     int64_t vocab;
     const hr_draw_row* rows;
+    float* scores;  // [num_rows, vocab], or null
     int64_t* token_ids;
+    float* memory;  // [num_threads, draw_memory(vocab)]
+};
+
+// Floats of scratch memory for a thread that draws: scores twice, and what it writes behind some.
+inline int64_t draw_memory(int64_t vocab) { return 2 * vocab + kMaxLanes; }
+
+// Rows of which some tokens are to be scored, as `hr_score` takes them.
+struct Scoring {
+    const float* logits;
+    int64_t num_rows;
+    int64_t vocab;
+    const int64_t* rows;
+    const int64_t* token_ids;
+    const int64_t* num_tops;
+    const float* maxima;
+    int64_t stride;
+    float* scores;
+    int64_t* ids;
+    int64_t* ranks;
 };
 
 // Rows for a packed matrix, as `hr_pack` takes them.
@@ -108,11 +142,23 @@ extern "C" void hr_work_avx512(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512_vnni(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_avx512_bf16(const Work& work, int thread, int num_threads);
 extern "C" void hr_work_amx(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_neon(const Work& work, int thread, int num_threads);
+extern "C" void hr_work_neon_dotprod(const Work& work, int thread, int num_threads);
 
-// Instruction-set versions of one thread's share of the rows to draw from.
+// Instruction-set versions of one thread's share of what is done with rows of scores.
+extern "C" void hr_argmax_avx2(const Argmax& argmax, int thread, int num_threads);
+extern "C" void hr_argmax_avx512(const Argmax& argmax, int thread, int num_threads);
 extern "C" void hr_draw_avx2(const Draw& draw, int thread, int num_threads);
 extern "C" void hr_draw_avx512(const Draw& draw, int thread, int num_threads);
+extern "C" void hr_score_avx2(const Scoring& scoring, int thread, int num_threads);
+extern "C" void hr_score_avx512(const Scoring& scoring, int thread, int num_threads);
+extern "C" void hr_argmax_neon(const Argmax& argmax, int thread, int num_threads);
+extern "C" void hr_draw_neon(const Draw& draw, int thread, int num_threads);
+extern "C" void hr_score_neon(const Scoring& scoring, int thread, int num_threads);
 
-// One thread's share of packing and looking up; every processor that runs anything runs these.
+// One thread's share of packing and looking up; every processor of its kind that runs anything runs
+// these.
 extern "C" void hr_pack_avx2(const Packing& packing, int thread, int num_threads);
+extern "C" void hr_pack_neon(const Packing& packing, int thread, int num_threads);
 extern "C" void hr_lookup_avx2(const Lookup& lookup, int thread, int num_threads);
+extern "C" void hr_lookup_neon(const Lookup& lookup, int thread, int num_threads);

@@ -16,6 +16,7 @@ from typing import Any
 
 KV_CACHE_BYTES = 2 << 30
 MAX_MODEL_LEN = 2048
+CACHE_TIMEOUT_S = 60.0  # for the pages of the KV cache
 Generate = Callable[[list[list[int]], int], int]
 Engine = tuple[Generate, dict[str, Any]]
 
@@ -44,6 +45,8 @@ def load_headrace(directory: str, options: dict[str, Any]) -> Engine:
         "kv_cache_memory_bytes": KV_CACHE_BYTES, **options["engine_args"],
     }  # fmt: skip
     llm = headrace.LLM(**arguments)
+    # Idle moments, which servers have and this process not: peers' turns are spent stopped.
+    llm.collective_rpc("wait_for_cache", args=(CACHE_TIMEOUT_S,))
     generate = of_llm(llm, headrace.SamplingParams)
     facts = {"version": headrace.__version__, **read_per_token(llm, generate)}
     return generate, facts

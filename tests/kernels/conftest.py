@@ -1,4 +1,4 @@
-"""Copies of the native library that are built for tests."""
+"""Copies of the native library that are built for tests, and kernels with tiles."""
 
 import os
 import subprocess
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kernels.native.interface import LIBRARY
+from headrace.kernels.native import NativeKernels, load_kernels
+from headrace.kernels.native.interface import LIBRARY, open_library
+from tests.kernels.native_ops import available_isas
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +33,34 @@ def emulated_amx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not LIBRARY.exists():
         pytest.skip("the native library was not built")
     return build_library(tmp_path_factory.mktemp("amx"), "HR_AMX_EMULATED")
+
+
+class Amx:
+    """Makes kernels with tiles: emulated ones of a library, or the processor's."""
+
+    def __init__(self, library: Path | None) -> None:
+        self._library = library
+
+    def kernels(self, num_threads: int = 2) -> NativeKernels:
+        if self._library is not None:
+            return NativeKernels(open_library(self._library), "amx", num_threads)
+        loaded = load_kernels("amx", num_threads)
+        assert loaded is not None
+        return loaded
+
+
+@pytest.fixture(scope="module", params=("emulated", "processor"))
+def amx(request: pytest.FixtureRequest) -> Amx:
+    if request.param == "emulated":
+        return Amx(request.getfixturevalue("emulated_amx"))
+    if "amx" not in available_isas():
+        pytest.skip("this machine has no AMX")
+    return Amx(None)
+
+
+@pytest.fixture(scope="module")
+def plain() -> NativeKernels:
+    """What tiles must equal."""
+    loaded = load_kernels("avx512", 2)
+    assert loaded is not None
+    return loaded

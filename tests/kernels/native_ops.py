@@ -209,6 +209,12 @@ class AttentionCall:
         return out.view(num_tokens, num_heads, head_dim)
 
 
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit, but that a NaN may be any."""
+    assert torch.equal(got.isnan(), want.isnan())
+    np.testing.assert_array_equal(bits(got.nan_to_num(0.0)), bits(want.nan_to_num(0.0)))
+
+
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """For comparisons that tell NaN from NaN and 0 from -0."""
     view = torch.int32 if tensor.dtype is torch.float32 else torch.int16

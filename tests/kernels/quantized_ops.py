@@ -75,11 +75,11 @@ def dequantized(format: Format, raw: np.ndarray) -> np.ndarray:
 
 
 class Machine:
-    """The library with an instruction set by number and a thread pool."""
+    """A library with an instruction set by number and a thread pool."""
 
-    def __init__(self, isa: int, num_threads: int = 2) -> None:
+    def __init__(self, isa: int, num_threads: int = 2, library: ctypes.CDLL | None = None) -> None:
         self.isa = isa
-        self.library = open_library()
+        self.library = library or open_library()
         self.pool = self.library.hr_pool_new(num_threads, None)
         weakref.finalize(self, self.library.hr_pool_free, self.pool)
 

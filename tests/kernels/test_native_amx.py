@@ -10,51 +10,13 @@ import torch
 from headrace.kernels.native import Epilogue, NativeKernels, load_kernels
 from headrace.kernels.native.interface import open_library
 from headrace.kernels.native.kernels import supported_isas
-from tests.kernels.conftest import build_library
-from tests.kernels.native_ops import available_isas, bits, pack, product
+from tests.kernels.conftest import Amx, build_library
+from tests.kernels.native_ops import assert_same, available_isas, bits, pack, product
 from tests.kernels.test_native_products import ordered_product, random
-
-PLACES = ("emulated", "processor")
 
 pytestmark = pytest.mark.skipif(
     "avx512vnni" not in available_isas(), reason="no native kernels with AVX-512 VNNI"
 )
-
-
-class Amx:
-    """Makes kernels with tiles, of one kind, and those that they must equal."""
-
-    def __init__(self, library: Path | None) -> None:
-        self._library = library
-
-    def kernels(self, num_threads: int = 2) -> NativeKernels:
-        if self._library is not None:
-            return NativeKernels(open_library(self._library), "amx", num_threads)
-        loaded = load_kernels("amx", num_threads)
-        assert loaded is not None
-        return loaded
-
-
-@pytest.fixture(scope="module", params=PLACES)
-def amx(request: pytest.FixtureRequest) -> Amx:
-    if request.param == "emulated":
-        return Amx(request.getfixturevalue("emulated_amx"))
-    if "amx" not in available_isas():
-        pytest.skip("this machine has no AMX")
-    return Amx(None)
-
-
-@pytest.fixture(scope="module")
-def plain() -> NativeKernels:
-    loaded = load_kernels("avx512", 2)
-    assert loaded is not None
-    return loaded
-
-
-def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bit for bit, but that a NaN may be any."""
-    assert torch.equal(got.isnan(), want.isnan())
-    np.testing.assert_array_equal(bits(got.nan_to_num(0.0)), bits(want.nan_to_num(0.0)))
 
 
 def test_is_one_family(amx: Amx, plain: NativeKernels) -> None:

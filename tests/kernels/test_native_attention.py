@@ -1,11 +1,14 @@
 """Native attention: truth, and bitwise equal results for any chunks, batch mates and threads."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from headrace.kernels.native import NativeKernels, load_kernels
 from tests.kernels.attention_cases import Cache, queries
+from tests.kernels.conftest import Amx
 from tests.kernels.native_ops import (
     AttentionCall,
     available_isas,
@@ -19,11 +22,28 @@ BF16, F16, F32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 pytestmark = pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
 
 
-@pytest.fixture(scope="module", params=available_isas())
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    loaded = load_kernels(request.param, 2)
-    assert loaded is not None
-    return loaded
+EMULATED_AMX = "emulated amx"
+
+
+@pytest.fixture(scope="module", params=(*available_isas(), EMULATED_AMX))
+def make_kernels(request: pytest.FixtureRequest) -> Callable[[int], NativeKernels]:
+    """Makes kernels of one instruction set with some number of threads."""
+    if request.param == EMULATED_AMX:
+        if "avx512vnni" not in available_isas():
+            pytest.skip("this machine has no AVX-512 VNNI")
+        return Amx(request.getfixturevalue("emulated_amx")).kernels
+
+    def load(num_threads: int) -> NativeKernels:
+        loaded = load_kernels(request.param, num_threads)
+        assert loaded is not None
+        return loaded
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def kernels(make_kernels: Callable[[int], NativeKernels]) -> NativeKernels:
+    return make_kernels(2)
 
 
 def chunk_starts(length: int, size: int, block_size: int) -> list[int]:
@@ -152,7 +172,9 @@ def test_int8_has_a_scale_per_token_and_head(
 
 
 @pytest.mark.parametrize("dtype", (BF16, INT8))
-def test_any_batch_mates_and_threads(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_any_batch_mates_and_threads(
+    make_kernels: Callable[[int], NativeKernels], kernels: NativeKernels, dtype: torch.dtype
+) -> None:
     """One token each, of which many share threads, and chunks between them."""
     lengths = [1, 700, 64, 65, 130, 40, 1030, 17, 33, 5]
     counts = [1, 1, 1, 1, 1, 1, 1, 17, 2, 5]
@@ -168,9 +190,7 @@ def test_any_batch_mates_and_threads(kernels: NativeKernels, dtype: torch.dtype)
     ]
     np.testing.assert_array_equal(bits(torch.cat(alone)), bits(batch))
     for num_threads in (1, 3):
-        others = load_kernels(kernels.isa, num_threads)
-        assert others is not None
-        result = call.attend(others, query, cache.packed, sequences)
+        result = call.attend(make_kernels(num_threads), query, cache.packed, sequences)
         np.testing.assert_array_equal(bits(result), bits(batch))
 
 

@@ -11,7 +11,7 @@ from headrace.kernels.native import load_kernels
 from headrace.kernels.native.interface import open_library
 from tests.kernels.native_ops import available_isas
 
-AVX2, AVX512, VNNI, BF16, AMX = 1, 2, 4, 8, 16
+AVX2, AVX512, VNNI, BF16, AMX, NEON, DOTPROD = (1 << number for number in range(7))
 
 
 class Machine:
@@ -42,6 +42,8 @@ class Machine:
         (AVX2 | AVX512 | VNNI | BF16, "avx512bf16", "avx512bf16"),
         (AVX2 | AVX512 | VNNI | BF16 | AMX, "amx", "avx512"),
         (AVX2 | AVX512 | VNNI | AMX, "amx", "avx512"),
+        (NEON, "neon", "neon"),
+        (NEON | DOTPROD, "neondotprod", "neon"),
     ),
 )
 def test_best_instruction_set(
@@ -50,7 +52,7 @@ def test_best_instruction_set(
     monkeypatch.setattr(kernels_module, "open_library", lambda: Machine(bits))
     kernels = load_kernels("auto", 2)
     assert kernels is not None and kernels.isa == best
-    assert kernels.contract == f"native-3-{contract}"
+    assert kernels.contract == f"native-4-{contract}"
 
 
 def test_the_log_says_why_no_better_set(
@@ -64,6 +66,13 @@ def test_the_log_says_why_no_better_set(
         "native CPU kernels: avx512vnni, 3 threads; all but the first pinned to CPUs 4, 6; "
         "avx512bf16: not chosen; amx: the processor has no number 4"
     ]
+    caplog.clear()
+    machine.bits = NEON
+    load_kernels("auto", 1)
+    assert caplog.messages == [
+        "native CPU kernels: neon, 1 threads; neondotprod: the processor has no number 6"
+    ]
+    machine.bits = AVX2 | AVX512
     with pytest.raises(ValueError, match="2 threads cannot be pinned"):
         load_kernels("avx512", 3, [4])
 
@@ -92,6 +101,17 @@ def test_on_an_older_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         load_kernels("avx512", 1)
     monkeypatch.setattr(kernels_module, "open_library", lambda: Machine(0))
     assert load_kernels("auto", 1) is None
+
+
+@pytest.mark.parametrize(("machine", "number"), (("x86_64", 0), ("aarch64", 5)))
+def test_the_log_says_what_this_kind_of_processor_lacks(
+    machine: str, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace")
+    monkeypatch.setattr(kernels_module, "open_library", lambda: Machine(0))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert load_kernels("auto", 1) is None
+    assert f"the processor has no number {number})" in caplog.text
 
 
 def test_threads_stay_where_they_are_put() -> None:

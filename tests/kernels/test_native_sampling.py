@@ -67,10 +67,13 @@ def make_params(rng: np.random.Generator) -> SamplingParams:
 def draw(
     kernels: NativeKernels, logits: torch.Tensor, rows: list[SamplingRow]
 ) -> tuple[list[int], torch.Tensor]:
-    """Token ids, and the scores that were drawn from."""
-    scores = logits.clone()
+    """Token ids, and the scores that were drawn from: the same tokens as without storing them."""
+    scores = torch.full_like(logits, torch.nan)
+    best = logits.argmax(dim=1).tolist()
     draw_rows = [
         DrawRow(
+            row=i,
+            best=best[i],
             top_p=row.params.top_p,
             seed=(row.params.seed or 0) % 2**64,
             top_k=max(0, row.params.top_k),
@@ -79,9 +82,15 @@ def draw(
             output_index=row.output_index,
             temperature=min(row.params.temperature, torch.finfo(torch.float32).max),
         )
-        for row in rows
+        for i, row in enumerate(rows)
     ]
-    return kernels.draw(scores, (DrawRow * len(rows))(*draw_rows)), scores
+    before = logits.clone()
+    token_ids = kernels.draw(logits, (DrawRow * len(rows))(*draw_rows), scores)
+    assert kernels.draw(logits, (DrawRow * len(rows))(*draw_rows)) == token_ids
+    assert torch.equal(logits, before)
+    backwards = (DrawRow * len(rows))(*reversed(draw_rows))
+    assert kernels.draw(logits, backwards) == token_ids[::-1]
+    return token_ids, scores
 
 
 def is_near_target(scores: Array, params: SamplingParams, num_kept: int) -> bool:
@@ -191,14 +200,25 @@ def test_the_sampler_on_kernels(kernels: NativeKernels, mode: str) -> None:
         )
         rows.append(SamplingRow(SamplingParams(top_p=0.9, top_k=40, **greedy), 0, i, 3))
     expected = Sampler(mode).sample(logits, rows)  # type: ignore[arg-type]
-    assert Sampler(mode, kernels).sample(logits, rows) == expected  # type: ignore[arg-type]
+    sampled = Sampler(mode, kernels).sample(logits, rows)  # type: ignore[arg-type]
+    for got, wanted in zip(sampled, expected, strict=True):
+        assert (got.token_id, got.fault) == (wanted.token_id, wanted.fault)
+        assert (got.logprobs is None) == (wanted.logprobs is None)
+        if got.logprobs is not None and wanted.logprobs is not None:
+            assert got.logprobs.token_ids == wanted.logprobs.token_ids
+            assert got.logprobs.rank == wanted.logprobs.rank
+            np.testing.assert_allclose(got.logprobs.logprobs, wanted.logprobs.logprobs, atol=1e-5)
 
 
-def test_refuses_memory_in_another_order(kernels: NativeKernels) -> None:
+def test_refuses_what_it_cannot_read(kernels: NativeKernels) -> None:
     rows = (DrawRow * 4)()
-    with pytest.raises(ValueError, match="cannot draw from"):
-        kernels.draw(torch.zeros(6, 4).T, rows)
-    with pytest.raises(ValueError, match="cannot draw from"):
-        kernels.draw(torch.zeros(4, 6).double(), rows)
-    with pytest.raises(ValueError, match="cannot draw from"):
-        kernels.draw(torch.zeros(3, 6), rows)
+    for logits in (torch.zeros(6, 4).T, torch.zeros(4, 6).double(), torch.zeros(24)):
+        with pytest.raises(ValueError, match="no kernel for"):
+            kernels.draw(logits, rows)
+    with pytest.raises(ValueError, match="no place for scores of 4 rows"):
+        kernels.draw(torch.zeros(4, 6), rows, torch.zeros(3, 6))
+    for field in ("row", "best"):
+        for number in (-1, 6):
+            wrong = (DrawRow * 1)(DrawRow(**{field: number}))
+            with pytest.raises(ValueError, match="rows to draw from are not in"):
+                kernels.draw(torch.zeros(6, 6), wrong)

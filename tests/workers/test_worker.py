@@ -84,7 +84,7 @@ def test_serves_a_saved_model(name: str, tmp_path: Path) -> None:
     worker.shutdown()
     library = f"torch-{torch.__version__}-float32-kv-float32-"
     if available_isas():
-        assert info.contract_id.startswith("native-3-") and f"-{library}" in info.contract_id
+        assert info.contract_id.startswith("native-4-") and f"-{library}" in info.contract_id
     else:
         assert info.contract_id.startswith(f"{library}reference-")
     assert info.num_threads == cpu_facts().num_threads
@@ -100,9 +100,10 @@ def test_kernels_are_chosen_by_type_and_variable(
     for choice in available_isas():
         monkeypatch.setenv("HEADRACE_CPU_KERNELS", choice)
         worker, info = start(narrow)
-        family = {"avx512vnni": "avx512", "amx": "avx512"}.get(choice, choice)
+        families = {"avx512vnni": "avx512", "amx": "avx512", "neondotprod": "neon"}
+        family = families.get(choice, choice)
         library = f"torch-{torch.__version__}-bfloat16-kv-bfloat16-"
-        assert info.contract_id.startswith(f"native-3-{family}-{library}")
+        assert info.contract_id.startswith(f"native-4-{family}-{library}")
         assert worker.kv_cache.toucher.wait(30.0)
         assert not worker.kv_cache.pool.any()  # the warm-up left nothing
     monkeypatch.setenv("HEADRACE_CPU_KERNELS", "reference")

@@ -16,7 +16,7 @@ from headrace.frontend.cli.bench.report import check_writable, readable, write_j
 
 BENCH = "headrace.kernels.bench"  # by name: it imports torch
 NATIVE = "headrace.kernels.native"
-KINDS = ("products", "attention", "norms", "draws")
+KINDS = ("products", "attention", "norms", "argmax", "draws", "logprobs")
 ROWS = (1, 8, 64, 512)
 EXAMPLES = """examples:
   headrace bench kernels --only products --formats bf16 --rows 1 512 --compare-torch
@@ -29,10 +29,10 @@ all threads do on registers alone. GB/s count the weights of a product or the ke
 attention once, GFLOP/s two operations a multiply-add. `of limit` is the time that the slower of
 these two limits needs at least, as a share of the time taken: near 100 % nothing is left to gain.
 Products with few rows are limited by memory, with many by arithmetic. What works in the caches
-(norms, draws) has no limit there. Times are the best of several calls, each through so many
-matrices that no cache holds them. `x torch` is the median of torch's time over ours, alternating:
-for quantized matrices torch multiplies bfloat16 ones of the same shape, and it does without
-the activation that follows gate_up.
+(norms, and with few rows argmax, draws and logprobs) has no limit there. Times are the best of
+several calls; products and attention go through so many matrices that no cache holds them.
+`x torch` is the median of torch's time over ours, alternating: for quantized matrices torch
+multiplies bfloat16 ones of the same shape, and it does without the activation that follows gate_up.
 
 Before a kernel is measured, it must pass a test against its reference. One that fails is not
 measured, and the exit code is 1. On a machine with other work the shares say little: they are only
@@ -74,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--rows", nargs="+", type=positive, default=ROWS, metavar="N",
-        help="rows of products, norms and draws (default: 1 8 64 512)",
+        help="rows of all but attention (default: 1 8 64 512)",
     )  # fmt: skip
     parser.add_argument(
         "--compare-torch", action="store_true", help="alternate products with torch's linear"

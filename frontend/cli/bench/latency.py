@@ -28,6 +28,7 @@ from headrace.frontend.cli.bench.prompt_tokens import random_prompt
 from headrace.frontend.cli.bench.report import check_writable, print_section, write_json
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
+CACHE_TIMEOUT_S = 60.0  # for the pages of the KV cache, which a step would else wait for
 EXAMPLES = """examples:
   headrace bench latency smollm2-135m --batch-size 1
   headrace bench latency --batch-size 64 --input-len 512 --output-len 64 --json latency.json
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     engine = engine_args(args)
     with open_llm(engine) as llm:
+        llm.collective_rpc("wait_for_cache", args=(CACHE_TIMEOUT_S,))
         iterate = _iteration(llm, args)
         _repeat(iterate, args.num_iters_warmup, "warm-up", args.disable_tqdm)
         if args.profile and engine.profiler_config:

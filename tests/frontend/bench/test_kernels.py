@@ -59,7 +59,7 @@ def test_everything_is_measured(isa, model, tmp_path, headrace_command, capsys):
         assert one["seconds"] > 0
         if one["limit"] is not None:
             assert one["limit"] in ("memory", "arithmetic") and one["limit_share"] > 0
-    assert {one["kernel"] for one in measured} > {"attention", "norm", "draw"}
+    assert {one["kernel"] for one in measured} > {"attention", "norm", "argmax", "draw", "logprobs"}
     assert printed.count("\n") >= len(measured) + 4 and "of limit" in printed
 
 
@@ -100,7 +100,7 @@ def test_a_wrong_kernel_is_not_measured(model, tmp_path, headrace_command, capsy
     printed, result = capsys.readouterr().out, json.loads(file.read_text())
     failed = {one["kernel"]: one["reason"] for one in result["failed"]}
     assert set(failed) == {"product BF16", "product F32", "attention", "draw"}
-    assert {one["kernel"] for one in result["measured"]} == {"norm"}
+    assert {one["kernel"] for one in result["measured"]} == {"norm", "argmax", "logprobs"}
     assert printed.count("FAILED its test and is not measured") == 4
     assert "off by" in failed["product BF16"] and "the reference" in failed["draw"]
 
