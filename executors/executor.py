@@ -68,6 +68,8 @@ def make_executor(
     names = {
         "uni": "headrace.executors.uniproc.UniprocExecutor",
         "mp": "headrace.executors.multiproc.MultiprocExecutor",
+        "ray": "headrace.executors.ray_executor.RayExecutor",
+        "external_launcher": "headrace.executors.external_launcher.ExternalLauncherExecutor",
     }
     module, _, name = names.get(backend, backend).rpartition(".")
     try:
