@@ -83,10 +83,11 @@ class RayWorker:
         if lifeline is not None:
             with contextlib.suppress(OSError):
                 os.open(lifeline, os.O_RDONLY | os.O_CLOEXEC)
-        gc.disable()
-        preload()
         message = decode_to_worker(hello)
         assert isinstance(message, WorkerHello)
+        gc.disable()
+        if not message.config.parallel_config.worker_cls:
+            preload()
         if self._listener is not None:
             message.setup = msgspec.structs.replace(message.setup, store_fd=self._listener.fileno())
         channel = HubChannel(address, str(self._rank).encode(), DeploymentKey(public, secret))
