@@ -56,8 +56,6 @@ class WorkerHandle:
 class MultiprocExecutor(RemoteExecutor):
     """One process per worker."""
 
-    _workers: list[WorkerHandle]
-
     def __init__(
         self,
         config: EngineConfig,
@@ -71,7 +69,8 @@ class MultiprocExecutor(RemoteExecutor):
             os.memfd_create(f"headrace-stage-{stage}")
             for stage in range(config.parallel_config.pipeline_parallel_size)
         ]
-        self._workers = []
+        self._local: list[WorkerHandle] = []
+        self._more_handles: dict[int, Callable[[], None]] = {}  # to wait for, and what to do then
         self._stopping, self._stop = os.pipe()  # wakes the watch
 
     def start(self, progress: Callable[[str], None]) -> WorkerInfo:
@@ -83,24 +82,26 @@ class MultiprocExecutor(RemoteExecutor):
         with self._lock:
             self._death = self._death or WorkerLostError("the workers have been shut down")
         os.write(self._stop, b"x")
-        for worker in self._workers:
+        for worker in self._local:
             try:
                 worker.connection.send_bytes(encode(WorkerExit()))
             except OSError:
                 worker.process.kill()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        for worker in self._workers:
+        for worker in self._local:
             worker.process.stop(max(0.0, deadline - time.monotonic()))
             worker.connection.close()
-        self._workers.clear()
+        self._local.clear()
+        self._workers = []
 
     def _launch(self, deadline: float) -> None:
         parallel = self._config.parallel_config
         inherited = [] if self._lifeline is None else [self._lifeline]
         for rank in range(parallel.world_size):
             memory = self._memories[rank // parallel.tensor_parallel_size]
-            self._workers.append(WorkerHandle(rank, [self._store, memory, *inherited]))
-        for worker in self._workers:
+            self._local.append(WorkerHandle(rank, [self._store, memory, *inherited]))
+        self._workers = self._local
+        for worker in self._local:
             memory = self._memories[worker.rank // parallel.tensor_parallel_size]
             setup = WorkerSetup(
                 rank=worker.rank,
@@ -114,7 +115,7 @@ class MultiprocExecutor(RemoteExecutor):
             self._send(worker, encode(hello))
 
     def _send_all(self, encoded: bytes) -> None:
-        for worker in self._workers:
+        for worker in self._local:
             self._send(worker, encoded)
 
     def _send(self, worker: WorkerHandle, encoded: bytes) -> None:
@@ -124,13 +125,16 @@ class MultiprocExecutor(RemoteExecutor):
             self._lose(worker)
 
     def _receive(self, deadline: float | None) -> bool:
-        self.check()
+        RemoteExecutor.check(self)
         by_handle: dict[object, WorkerHandle] = {}
-        for worker in self._workers:
+        for worker in self._local:
             by_handle[worker.connection] = by_handle[worker.process.sentinel] = worker
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(by_handle), timeout)  # type: ignore[arg-type]
+        ready = wait([*by_handle, *self._more_handles], timeout)  # type: ignore[list-item]
         for handle in ready:
+            if handle in self._more_handles:
+                self._more_handles[handle]()  # type: ignore[index]
+                continue
             worker = by_handle[handle]
             if handle is not worker.connection:
                 if not worker.connection.poll():  # what it had sent is taken first
@@ -144,7 +148,7 @@ class MultiprocExecutor(RemoteExecutor):
         return bool(ready)
 
     def _kill_all(self) -> None:
-        for worker in self._workers:
+        for worker in self._local:
             worker.process.kill()
 
     def _meeting_place(self) -> str:
@@ -158,7 +162,7 @@ class MultiprocExecutor(RemoteExecutor):
 
     def _watch(self) -> None:
         """Notice the end of a worker also while nothing is asked of them."""
-        sentinels = {worker.process.sentinel: worker for worker in self._workers}
+        sentinels = {worker.process.sentinel: worker for worker in self._local}
         ready = wait([self._stopping, *sentinels])
         for handle in ready:
             if handle in sentinels:

@@ -15,6 +15,7 @@ from headrace.configs.config import EngineConfig, ModelConfig, ParallelConfig
 from headrace.configs.errors import HeadraceError
 from headrace.configs.hardware import cpu_facts
 from headrace.executors.executor import Executor, make_executor
+from headrace.executors.node_agent import run_agent
 from headrace.executors.worker_calls import decode_results, encode_call
 from headrace.executors.worker_hub import DeploymentKey
 
@@ -36,6 +37,11 @@ class Check:
 def make_key(path: str) -> None:
     """Write a fresh key for the connections between machines. Raises ConfigurationError."""
     DeploymentKey.generate().write(path)
+
+
+def help_node_0(parallel: ParallelConfig) -> int:
+    """Run the workers of this machine until machine 0 has made its checks; 0 then."""
+    return run_agent(parallel)
 
 
 def run_checks(parallel: ParallelConfig) -> Iterator[Check]:

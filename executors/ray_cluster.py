@@ -15,6 +15,8 @@ from headrace.configs.process_times import process_start_time
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 1800.0
+RELEASE_TIMEOUT_S = 10.0  # that workers of an engine core before this one may take to be gone
+_RELEASE_POLL_S = 0.1
 _FIRST_WAIT_S = 10.0  # until the log says that a placement group is waited for; then doubled
 _PINNED_SHARE = 0.001  # of a node's own resource, so that a bundle lands there
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least but for a little; nothing of ours goes through it
@@ -192,8 +194,11 @@ def _make_group(ray: Any, parallel_config: ParallelConfig) -> Any:
         )  # fmt: skip
     node = ray.get_runtime_context().get_node_id()
     ip = ray.util.get_node_ip_address()
-    available = ray._private.state.available_resources_per_node().get(node, {})
-    if available.get(resource, 0) < 1:
+    give_up = time.monotonic() + min(RELEASE_TIMEOUT_S, parallel_config.start_timeout_s)
+    while (available := _available(ray, node)).get(resource, 0) < 1:
+        if time.monotonic() < give_up:
+            time.sleep(_RELEASE_POLL_S)
+            continue
         raise ConfigurationError(
             f"this node (id {node}, address {ip}) has no {resource} left ({available}), and "
             "at least one worker must run beside the engine core"
@@ -204,6 +209,11 @@ def _make_group(ray: Any, parallel_config: ParallelConfig) -> Any:
     limit = min(PLACEMENT_TIMEOUT_S, parallel_config.start_timeout_s)
     _wait_for(ray, group, bundles, limit)
     return group
+
+
+def _available(ray: Any, node_id: str) -> dict[str, float]:
+    resources: dict[str, float] = ray._private.state.available_resources_per_node().get(node_id, {})
+    return {name: amount for name, amount in resources.items() if "_group_" not in name}
 
 
 def _wait_for(ray: Any, group: Any, bundles: list[dict[str, float]], limit: float) -> None:

@@ -9,6 +9,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,6 +106,9 @@ class WorkerHub:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self.on_disconnect: Callable[[], None] = lambda: None  # somebody's connection has ended
 
     def listen_here(self) -> str:
         """For workers on this machine: no port, no file. The address."""
@@ -134,9 +138,10 @@ class WorkerHub:
             raise ConnectionError(str(error)) from error
 
     def receive(self, deadline: float | None) -> tuple[bytes, bytes] | None:
-        """(identity, message); None after a `wake`, or when `deadline` (monotonic) has passed.
+        """(identity, message), or None.
 
-        Messages come first.
+        None comes after `wake` and `on_disconnect`, and when `deadline` (monotonic) has passed;
+        messages come first.
         """
         timeout = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
         events = dict(self._poller.poll(timeout))
@@ -145,6 +150,9 @@ class WorkerHub:
             return identity, message
         if self._woken in events:
             os.read(self._woken, 1)
+        if self._monitor in events:
+            self._monitor.recv_multipart()
+            self.on_disconnect()
         return None
 
     def wake(self) -> None:
@@ -156,6 +164,8 @@ class WorkerHub:
         """Send what is queued. Idempotent."""
         if self._router.closed:
             return
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
         self._router.close(linger=_LINGER_MS)
         self._authenticator.stop()
         self._context.term()

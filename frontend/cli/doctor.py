@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if options.tensor_parallel_size * options.pipeline_parallel_size == 1:
         options = dataclasses.replace(options, tensor_parallel_size=2)
     parallel = dataclasses.replace(resolve_parallel(options), start_timeout_s=args.timeout)
+    if parallel.node_rank > 0:
+        return preflight.help_node_0(parallel)
     num_problems = 0
     for check in preflight.run_checks(parallel):
         mark = "!!" if check.fix else "ok"

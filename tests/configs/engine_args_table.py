@@ -104,7 +104,8 @@ NEWER: dict[str, Any] = {
     "convert": "auto", "renderer_num_workers": 1, "max_num_queued_reqs": None,
     "max_num_queued_tokens": None, "structured_outputs_config": {}, "attention_backend": None,
     "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501,
-    "cluster_key_file": None, "profiler_config": None, "stream_interval": 1, "logits_processors": None,
+    "cluster_key_file": None, "profiler_config": None, "stream_interval": 1,
+    "logits_processors": None,
 }  # fmt: skip
 # A value of each field without effect that is not its default.
 LEGACY: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,34 @@ def test_ray(model: Path, alone: list[list[int]], tmp_path: Path, tp: int, pp: i
         assert time.monotonic() < deadline, "processes of Ray are left behind"
         time.sleep(0.05)
     assert not list(Path(tempfile.gettempdir()).glob("headrace-ray-*"))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_two_machines(
+    model: Path, alone: list[list[int]], tmp_path: Path, tp: int, pp: int
+) -> None:
+    """Both are this one; `serve --headless` is the second, and ends with the first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    key = str(tmp_path / "key")
+    headrace = [sys.executable, "-P", "-m", "headrace"]
+    subprocess.run([*headrace, "doctor", "--make-key", key], check=True)
+    agent = subprocess.Popen(
+        [*headrace, "serve", str(model), "--headless", "--nnodes", "2", "--node-rank", "1",
+         "-tp", str(tp), "-pp", str(pp), "--master-port", str(port), "--cluster-key-file", key,
+         "--max-model-len", "64"],
+    )  # fmt: skip
+    try:
+        (result,) = run(
+            model, tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, nnodes=2,
+            master_port=port, cluster_key_file=key,
+        )  # fmt: skip
+        assert result["texts"] == alone
+        assert agent.wait(10) == 0
+    finally:
+        agent.kill()
+        agent.wait()
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])

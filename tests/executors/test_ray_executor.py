@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,8 +36,9 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def started(cluster: Any) -> Iterator[list[Started]]:
-    """Executors that tests have started, to be shut down."""
+def started(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
+    """Executors that tests have started, to be shut down. Their workers can import the tests."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     executors: list[Started] = []
     yield executors
     for entry in executors:
@@ -131,6 +133,7 @@ def test_failures(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> No
         alone.collect()
     alone.submit(make_step(FAILING_STEP + 1))
     assert alone.collect().step == FAILING_STEP + 1
+    alone.shutdown()
     started.append(Started(RayExecutor, make_config(tp=2)))
     both = started[1].executor
     both.submit(make_step(FAILING_STEP))
@@ -138,6 +141,7 @@ def test_failures(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> No
         both.collect()
     with pytest.raises(EngineDeadError, match="an unlucky number"):
         both.check()
+    both.shutdown()
     monkeypatch.setenv(environment.RAY_EXTRA_ENV_VARS.name, f"{FAILS_TO_LOAD},{NEVER_LOADS}")
     monkeypatch.setenv(FAILS_TO_LOAD, "1")
     with pytest.raises(EngineDeadError, match="RuntimeError: no weights"):
