@@ -1,5 +1,6 @@
 """Workers as processes on several machines: ours on machine 0, those of agents on the others."""
 
+import contextlib
 import os
 import queue
 import socket
@@ -155,8 +156,11 @@ class MultiNodeExecutor(MultiprocExecutor):
     def _take_from_nodes(self) -> None:
         """What has come. Raises EngineDeadError if a worker or a machine is gone."""
         link = self._link
-        while link is not None and not link.incoming.empty():
+        if link is None:
+            return
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(link.ready)
+        while not link.incoming.empty():
             node_rank, message = link.incoming.get()
             match message:
                 case FromRank():
