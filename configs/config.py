@@ -105,6 +105,17 @@ class ParallelConfig:
     # "module.Class" whose methods join the worker's, for collective_rpc; "" for none.
     worker_extension_cls: str = ""
     start_timeout_s: float = 600.0  # for all workers to be there, and to load the model
+    # Of Ray: the cluster to join, the placement group of the workers (its id, in hexadecimal), and
+    # what a worker takes one of. `initialize_ray_cluster` sets the first two.
+    ray_address: str | None = None
+    placement_group: str | None = None
+    ray_resource: Literal["CPU", "GPU"] = "CPU"
+    # Machines that run workers (mp); machine 0 has the engine core and listens at the address.
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    cluster_key_file: str = ""
 
     @property
     def world_size(self) -> int:

@@ -193,7 +193,7 @@ class _Resolver:
             model_config=self._model_config(path, info),
             cache_config=self._cache_config(),
             scheduler_config=self._scheduler_config(),
-            parallel_config=resolve_parallel(args),
+            parallel_config=resolve_parallel(args, args.seed),
             recovery_config=RecoveryConfig(
                 args.max_restarts,
                 args.restart_window,
@@ -211,7 +211,7 @@ class _Resolver:
         args = self._args
         self._scheduler_config()
         self._profiler_config()
-        resolve_parallel(args)
+        resolve_parallel(args, args.seed)
         check_quantization(args.quantization)
         if args.enable_chunked_prefill is False:
             raise ConfigurationError(

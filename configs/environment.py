@@ -56,6 +56,12 @@ CPU_PINNING = Variable(
     "where the threads of the CPU kernels, but for the first, stay: none (anywhere), auto (a core "
     "each, if there are as many as threads) or CPUs like 1-3,6; for machines that do nothing else",
 )
+RAY_EXTRA_ENV_VARS = Variable(
+    "HEADRACE_RAY_EXTRA_ENV_VARS_TO_COPY",
+    "",
+    "names of further environment variables that Ray's workers get, as A,B; they get those of "
+    "headrace, Hugging Face, Gloo, NCCL and OpenMP anyway",
+)
 VARIABLES = (
     MULTIPROCESSING,
     CACHE,
@@ -65,6 +71,7 @@ VARIABLES = (
     ALLOW_LONG_MAX_MODEL_LEN,
     CPU_KERNELS,
     CPU_PINNING,
+    RAY_EXTRA_ENV_VARS,
 )
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 

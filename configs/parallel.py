@@ -1,44 +1,63 @@
 """From the options of several workers to a `ParallelConfig`."""
 
+import importlib.util
+import sys
+from typing import Any
+
 from headrace.configs.config import ParallelConfig
 from headrace.configs.engine_options.parallel import ParallelOptions
-from headrace.configs.errors import ConfigurationError, UnsupportedFeatureError
+from headrace.configs.errors import ConfigurationError
 
-_BACKENDS = ("uni", "mp")
-_LATER = ("ray", "external_launcher")
+_BACKENDS = ("uni", "mp", "ray", "external_launcher")
 
 
-def resolve_parallel(options: ParallelOptions) -> ParallelConfig:
+def resolve_parallel(options: ParallelOptions, seed: int | None = None) -> ParallelConfig:
     """Raises ConfigurationError for values that contradict each other."""
     stages = options.pipeline_parallel_size
+    group, address = _surrounding_ray()
+    backend = _backend(options, group is not None)
     config = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=stages,
         pp_layer_partition=_partition(options.pp_layer_partition, stages),
         worker_cls="" if options.worker_cls == "auto" else options.worker_cls,
         worker_extension_cls=options.worker_extension_cls,
-        distributed_executor_backend=_backend(options),
+        distributed_executor_backend=backend,
+        ray_address=address if backend == "ray" else None,
+        placement_group=group if backend == "ray" else None,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        cluster_key_file=options.cluster_key_file or "",
     )
     if config.worker_cls and "." not in config.worker_cls:
         raise ConfigurationError(
             f"worker_cls must name a class as module.Class, got {config.worker_cls!r}"
         )
+    _check_nodes(config)
+    if backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigurationError(
+            "distributed_executor_backend ray needs Ray, which is not installed: "
+            "pip install 'headrace[ray]', or choose mp"
+        )
+    if backend == "external_launcher" and seed is None:
+        raise ConfigurationError(
+            "distributed_executor_backend external_launcher needs a seed, the same in every "
+            "process, so that all of them sample alike: give --seed (in Python, seed=0)"
+        )
     return config
 
 
-def _backend(options: ParallelOptions) -> str:
+def _backend(options: ParallelOptions, is_in_placement_group: bool) -> str:
     backend = options.distributed_executor_backend
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     if isinstance(backend, type):
         return f"{backend.__module__}.{backend.__qualname__}"
     if backend is None:
-        return "uni" if world_size == 1 else "mp"
-    if backend in _LATER:
-        raise UnsupportedFeatureError(
-            f"--distributed-executor-backend {backend} is not implemented yet; choose one of "
-            f"{', '.join(_BACKENDS)}",
-            "distributed_executor_backend",
-        )
+        if world_size == 1:
+            return "uni"
+        return "ray" if is_in_placement_group and options.nnodes == 1 else "mp"
     if backend not in _BACKENDS and "." not in backend:
         raise ConfigurationError(
             f"distributed_executor_backend {backend!r} is none of {', '.join(_BACKENDS)} and no "
@@ -51,6 +70,46 @@ def _backend(options: ParallelOptions) -> str:
             f"{options.pipeline_parallel_size} need {world_size}; leave it out, or choose mp"
         )
     return backend
+
+
+def _surrounding_ray() -> tuple[str | None, str | None]:
+    """The placement group (its id) that this process runs in, and the address of its Ray.
+
+    Ray is neither imported nor connected to for that.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
+        return None, None
+    group = ray.util.get_current_placement_group()
+    address = ray.get_runtime_context().gcs_address
+    return None if group is None else group.id.hex(), address
+
+
+def _check_nodes(config: ParallelConfig) -> None:
+    if config.node_rank >= config.nnodes:
+        raise ConfigurationError(
+            f"node_rank {config.node_rank} does not go with nnodes {config.nnodes}: machines are "
+            f"numbered 0 to {config.nnodes - 1}"
+        )
+    if config.nnodes == 1:
+        return
+    if config.distributed_executor_backend != "mp":
+        raise ConfigurationError(
+            f"nnodes {config.nnodes} is for distributed_executor_backend mp, not "
+            f"{config.distributed_executor_backend}: Ray and torchrun know their machines "
+            "themselves; leave nnodes out"
+        )
+    if config.world_size % config.nnodes:
+        raise ConfigurationError(
+            f"{config.world_size} workers (tensor_parallel_size {config.tensor_parallel_size} x "
+            f"pipeline_parallel_size {config.pipeline_parallel_size}) cannot be divided among "
+            f"nnodes {config.nnodes}"
+        )
+    if not config.cluster_key_file:
+        raise ConfigurationError(
+            f"nnodes {config.nnodes} needs a cluster_key_file, the same on every machine: "
+            "`headrace doctor --make-key FILE` makes one"
+        )
 
 
 def _partition(text: str | None, num_stages: int) -> tuple[int, ...] | None:

@@ -68,7 +68,11 @@ def make_executor(
     names = {
         "uni": "headrace.executors.uniproc.UniprocExecutor",
         "mp": "headrace.executors.multiproc.MultiprocExecutor",
+        "ray": "headrace.executors.ray_executor.RayExecutor",
+        "external_launcher": "headrace.executors.external_launcher.ExternalLauncherExecutor",
     }
+    if config.parallel_config.nnodes > 1:  # which goes with mp only
+        backend = "headrace.executors.multinode.MultiNodeExecutor"
     module, _, name = names.get(backend, backend).rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)

@@ -81,6 +81,11 @@ class WorkerHost:
             return encode_error(ended, self._rank, self._allows_callables)
         return encode_result(value, self._allows_callables)
 
+    def share(self, data: bytes, source: int) -> bytes:
+        """What the worker of rank `source` gives, on all workers. All of them call it."""
+        shared: bytes = self._worker.share(data, source)
+        return shared
+
     def shutdown(self) -> None:
         """Stop what the worker runs in the background."""
         self._worker.shutdown()

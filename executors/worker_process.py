@@ -13,86 +13,30 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from headrace.configs.errors import HeadraceError
-from headrace.configs.garbage import settle_garbage_collector
 from headrace.executors.child_process import die_with_parent, watch_parent
-from headrace.executors.worker_host import WorkerHost, preload
+from headrace.executors.worker_host import preload
 from headrace.executors.worker_messages import (
-    CallDone,
     FromWorker,
-    RunStep,
-    StepDone,
     ToWorker,
-    WorkerExit,
-    WorkerFailed,
     WorkerHello,
-    WorkerProgress,
-    WorkerReady,
     decode_to_worker,
     encode,
 )
-from headrace.workers.protocol import RequestFault, WorkerCall
-
-logger = logging.getLogger(__name__)
+from headrace.executors.worker_server import WorkerServer
 
 
-class WorkerServer:
-    """Serves one executor over `connection`.
-
-    A thread reads, so that an executor that sends never waits for a step to end.
-    """
+class PipeChannel:
+    """A `WorkerChannel` over a connection, which a thread reads."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._incoming: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="worker-reader", daemon=True).start()
 
-    def run(self) -> int:
-        """Until told to exit; the process's exit code."""
-        hello = self._incoming.get()
-        if not isinstance(hello, WorkerHello):
-            return 1
-        sys.path[:] = hello.sys_path
-        os.chdir(hello.cwd)
-        host = self._start(hello)
-        if host is None:
-            return 1
-        settle_garbage_collector()
-        gc.enable()
-        answers = hello.setup.answers
-        while True:
-            message = self._incoming.get()
-            match message:
-                case RunStep():
-                    self._step(host, message, answers)
-                case WorkerCall():
-                    self._send(CallDone(host.call(message)))
-                case WorkerExit():
-                    host.shutdown()
-                    return 0
+    def receive(self) -> ToWorker:
+        return self._incoming.get()
 
-    def _start(self, hello: WorkerHello) -> WorkerHost | None:
-        try:
-            host = WorkerHost(hello.config, hello.setup, hello.allows_callables)
-            self._send(WorkerReady(host.start(lambda phase: self._send(WorkerProgress(phase)))))
-        except Exception as error:
-            if not isinstance(error, HeadraceError):
-                logger.exception("the worker could not start")
-            self._send(WorkerFailed(_fault(error)))
-            return None
-        return host
-
-    def _step(self, host: WorkerHost, message: RunStep, answers: bool) -> None:
-        try:
-            output = host.execute_model(message.step)
-        except Exception as error:
-            logger.exception("step %d failed", message.step.step)
-            self._send(WorkerFailed(_fault(error)))
-        else:
-            if answers:
-                self._send(StepDone(output))
-
-    def _send(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker) -> None:
         self._connection.send_bytes(encode(message))
 
     def _read(self) -> None:
@@ -102,12 +46,6 @@ class WorkerServer:
             except (EOFError, OSError):
                 os._exit(1)
             self._incoming.put(decode_to_worker(message))
-
-
-def _fault(error: Exception) -> RequestFault:
-    if isinstance(error, HeadraceError):
-        return RequestFault(error.code, str(error))
-    return RequestFault("engine_dead", f"{type(error).__name__}: {error}")
 
 
 def main(argv: list[str]) -> int:
@@ -131,9 +69,10 @@ def main(argv: list[str]) -> int:
         stream=sys.stderr,
     )
     gc.disable()  # until the imports are done
-    server = WorkerServer(Connection(args.connection))
+    channel = PipeChannel(Connection(args.connection))
     preload(args.worker_class)
-    return server.run()
+    hello = channel.receive()
+    return WorkerServer(channel).run(hello) if isinstance(hello, WorkerHello) else 1
 
 
 if __name__ == "__main__":

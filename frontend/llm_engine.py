@@ -82,7 +82,9 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
         self.config = replace(vllm_config, log_stats=log_stats)
         self.report = report or StartupReport(time.time())
         loggers = StatLoggers.of(self.config, stat_loggers)
-        renderer, self._client = start_blocking(self.config, supervisor or spawn(), self.report)
+        if supervisor is None:
+            supervisor = spawn(backend=self.config.parallel_config.distributed_executor_backend)
+        renderer, self._client = start_blocking(self.config, supervisor, self.report)
         self._finalizer = weakref.finalize(self, self._client.close)
         self.front_end = FrontEnd(self.config, self._client.ready, renderer, loggers)
         self._outputs: list[RequestOutput] = []
@@ -97,7 +99,7 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
     ) -> "LLMEngine":
         """Resolve the arguments while the engine core's process starts, then wait for it."""
         report = StartupReport(time.time())
-        supervisor = spawn()
+        supervisor = spawn(backend=engine_args.distributed_executor_backend)
         config = resolve(engine_args, usage_context, supervisor, report)
         return cls(
             config,

@@ -19,6 +19,7 @@ from headrace.frontend.startup_report import StartupReport, log_model_facts, mem
 logger = logging.getLogger(__name__)
 
 Client = SyncClient | InprocClient
+EXTERNAL_LAUNCHER = "external_launcher"
 
 
 def log_phase(phase: str) -> None:
@@ -34,14 +35,16 @@ def load_renderer(config: EngineConfig, report: StartupReport) -> Renderer:
     return renderer
 
 
-def spawn(has_worker: bool = True) -> SupervisorThread | None:
+def spawn(has_worker: bool = True, backend: object = None) -> SupervisorThread | None:
     """The supervisor of an engine core that imports torch while its configuration is resolved.
 
-    It does so for a worker in it. None if it is to run in this process. Raises ConfigurationError
-    for unknown HEADRACE_ variables.
+    It does so for a worker in it. None if it is to run in this process, as the executor `backend`
+    may need. Raises ConfigurationError for unknown HEADRACE_ variables.
     """
     environment.check_environ(os.environ)
-    return None if _runs_in_process() else SupervisorThread(has_worker)
+    if backend == EXTERNAL_LAUNCHER or _runs_in_process():
+        return None
+    return SupervisorThread(has_worker)
 
 
 def spawn_process() -> SupervisorThread:
@@ -107,8 +110,14 @@ async def start_async(
 ) -> Renderer:
     """`start_blocking` for a client that is attached to the running event loop; ends nothing.
 
-    `started`: when the engine core's process was, seconds since the epoch.
+    `started`: when the engine core's process was, seconds since the epoch. Raises
+    ConfigurationError for an executor that needs every process to be given the same requests.
     """
+    if config.parallel_config.distributed_executor_backend == EXTERNAL_LAUNCHER:
+        raise ConfigurationError(
+            "distributed_executor_backend external_launcher is for LLM and LLMEngine: every "
+            "process must be given the same requests in the same order. Choose mp or ray to serve"
+        )
 
     async def wait_ready() -> float:
         await client.wait_ready(log_phase)

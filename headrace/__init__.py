@@ -30,13 +30,14 @@ MODULE_ATTRS = {  # public name -> "module, relative to this package:attribute"
     "EngineArgs": ".engine.arg_utils:EngineArgs",
     "AsyncLLMEngine": ".engine.async_llm_engine:AsyncLLMEngine",
     "AsyncEngineArgs": ".engine.arg_utils:AsyncEngineArgs",
+    "initialize_ray_cluster": ".executors.ray_cluster:initialize_ray_cluster",
 }
 
 # Names of vLLM's package whose features this version does not have.
 NOT_HERE_YET = (
     "ModelRegistry", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
     "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput",
-    "ScoringOutput", "ScoringRequestOutput", "initialize_ray_cluster", "PoolingParams",
+    "ScoringOutput", "ScoringRequestOutput", "PoolingParams",
 )  # fmt: skip
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "EngineArgs",
     "AsyncLLMEngine",
     "AsyncEngineArgs",
+    "initialize_ray_cluster",
 ]
 
 

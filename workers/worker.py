@@ -245,6 +245,10 @@ class Worker(RemoteCalls):
         with self.kv_cache.toucher.held():
             return self._runner.execute(step)
 
+    def share(self, data: bytes, source: int) -> bytes:
+        """What the worker of rank `source` gives, on all workers. All of them call it."""
+        return self._groups.share(data, source)
+
     def shutdown(self) -> None:
         """Stop what runs in the background; memory goes with the worker itself."""
         if self._kv_cache is not None:

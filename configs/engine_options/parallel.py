@@ -17,8 +17,10 @@ class ParallelOptions:
 
     distributed_executor_backend: str | type | None = _option(
         None,
-        "how workers are run: uni (in the engine core, if there is one), mp (processes on this "
-        "machine), or module.Class; default: uni or mp, by their number",
+        "how workers are run: uni (in the engine core, if there is one), mp (processes), ray "
+        "(actors of a Ray cluster), external_launcher (an engine in every process that torchrun "
+        "has started), or module.Class; default: uni or mp, by their number, or ray in one of "
+        "Ray's placement groups",
     )
     pipeline_parallel_size: int = _option(
         1, "number of stages that the layers are divided into", flags=["-pp"], minimum=1
@@ -65,7 +67,21 @@ class ParallelOptions:
     enable_multimodal_encoder_data_parallel: bool = _later(
         False, "run media encoders data-parallel"
     )
-    nnodes: int = _later(1, "number of machines", flags=["-n"], minimum=1)
-    node_rank: int = _later(0, "number of this machine", flags=["-r"], minimum=0)
-    master_addr: str = _later("127.0.0.1", "address of machine 0")
-    master_port: int = _later(29501, "port of machine 0")
+    nnodes: int = _option(
+        1,
+        "number of machines that run workers of mp; the others run `headrace serve --headless`",
+        flags=["-n"],
+        minimum=1,
+    )
+    node_rank: int = _option(
+        0, "number of this machine; 0 is the one that answers", flags=["-r"], minimum=0
+    )
+    master_addr: str = _option(
+        "127.0.0.1", "address of machine 0, which it listens on for the other machines"
+    )
+    master_port: int = _option(29501, "port of machine 0 for the other machines", minimum=1)
+    cluster_key_file: str | None = _option(
+        None,
+        "key of the connections between machines, a copy on each; `headrace doctor --make-key "
+        "FILE` makes one",
+    )

@@ -44,7 +44,7 @@ _BY_PURPOSE: dict[str, tuple[str, ...]] = {
         "enable-flash-late-interaction", "grpc", "grpc-port", "omni", "diffusion-config",
     ),
     "several processes or machines": (
-        "headless", "data-parallel-supervisor-port",
+        "data-parallel-supervisor-port",
         "dp-supervisor-probe-interval-s", "dp-supervisor-probe-timeout-s",
         "dp-supervisor-probe-failure-threshold", "prefill-context-parallel-size",
         "decode-context-parallel-size", "data-parallel-start-rank", "data-parallel-external-lb",

@@ -46,6 +46,9 @@ COMMANDS = {
     "complete": Command("headrace.frontend.cli.complete", "complete a text, here or on a server"),
     "pull": Command("headrace.frontend.cli.pull", "download a model for later"),
     "bench": Command("headrace.frontend.cli.bench.command", "measure speed"),
+    "doctor": Command(
+        "headrace.frontend.cli.doctor", "check that several workers can work together"
+    ),
     "collect-env": Command("headrace.frontend.cli.collect_env", "print a report of this machine"),
 }
 

@@ -7,8 +7,9 @@ import os
 import sys
 from typing import Any
 
-from headrace.configs.engine_args import AsyncEngineArgs
+from headrace.configs.engine_args import AsyncEngineArgs, UsageContext
 from headrace.configs.environment import API_KEY, read
+from headrace.configs.errors import ConfigurationError
 from headrace.configs.options import add_options
 from headrace.configs.process_times import process_creation_time
 from headrace.frontend.cli.engine_options import add_model_argument, engine_args_of, log_to_stderr
@@ -20,6 +21,9 @@ from headrace.frontend.http.server_supervisor import ServerSupervisor
 EXAMPLES = """examples:
   headrace serve
   headrace serve ./model.gguf --port 9000 --max-model-len 2k
+  headrace serve -tp 2 --nnodes 2 --master-addr 10.0.0.1 --cluster-key-file cluster.key
+  headrace serve -tp 2 --nnodes 2 --master-addr 10.0.0.1 --cluster-key-file cluster.key \
+      --node-rank 1 --headless             on the second machine
   headrace serve org/name --host 0.0.0.0 --api-key "$KEY" --served-model-name my-model
 """
 
@@ -35,6 +39,11 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add_model_argument(parser)
+    parser.add_argument(
+        "--headless",
+        action="store_true",
+        help="run workers for the engine on machine 0 (--nnodes), without an HTTP server",
+    )
     add_options(parser, FrontendOptions)
     AsyncEngineArgs.add_cli_args(parser)
 
@@ -44,6 +53,13 @@ def run(args: argparse.Namespace) -> int:
     began = process_creation_time(os.getpid())
     log_to_stderr(logging.INFO, args.log_level)
     engine_args = engine_args_of(args, AsyncEngineArgs)
+    if args.headless:
+        return _run_headless(engine_args)
+    if engine_args.node_rank > 0:
+        raise ConfigurationError(
+            f"machine {engine_args.node_rank} answers no requests: add --headless, or start "
+            "machine 0 here (--node-rank 0)"
+        )
     options = FrontendOptions.from_cli_args(args).server_options(
         read(API_KEY, os.environ), logs_requests=engine_args.logs_requests
     )
@@ -64,3 +80,15 @@ def run(args: argparse.Namespace) -> int:
     )
     with listening(options) as listener:
         return ServerSupervisor(setup, listener, args.api_server_count).serve()
+
+
+def _run_headless(engine_args: AsyncEngineArgs) -> int:
+    from headrace.executors.node_agent import run_agent
+
+    if engine_args.nnodes == 1 or engine_args.node_rank == 0:
+        raise ConfigurationError(
+            f"--headless is for machines other than the first of several, not for node_rank "
+            f"{engine_args.node_rank} of nnodes {engine_args.nnodes}"
+        )
+    config = engine_args.create_engine_config(UsageContext.API_SERVER)
+    return run_agent(config.parallel_config, config.model_config.path)

@@ -119,7 +119,6 @@ def test_fields_of_beam_search() -> None:
         "ModelRegistry", "PoolingParams", "PoolingOutput", "PoolingRequestOutput",
         "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput",
         "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
-        "initialize_ray_cluster",
     ],
 )  # fmt: skip
 def test_names_of_later_versions(name: str) -> None:

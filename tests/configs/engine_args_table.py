@@ -102,7 +102,8 @@ NEWER: dict[str, Any] = {
     "convert": "auto", "renderer_num_workers": 1, "max_num_queued_reqs": None,
     "max_num_queued_tokens": None, "structured_outputs_config": {}, "attention_backend": None,
     "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501,
-    "profiler_config": None, "stream_interval": 1, "logits_processors": None,
+    "cluster_key_file": None, "profiler_config": None, "stream_interval": 1,
+    "logits_processors": None,
 }  # fmt: skip
 # A value of each field without effect that is not its default.
 LEGACY: dict[str, Any] = {
@@ -124,7 +125,7 @@ LATER: dict[str, Any] = {
     "config_format": "mistral", "override_pooler_config": {"normalize": True},
     "enable_sleep_mode": True, "model_impl": "transformers", "load_format": "pt",
     "model_loader_extra_config": {"a": 1}, "ignore_patterns": "*.bin",
-    "pt_load_map_location": "cuda", "distributed_executor_backend": "ray",
+    "pt_load_map_location": "cuda",
     "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel_size": 2,
     "data_parallel_rank": 0, "data_parallel_size_local": 1, "data_parallel_address": "10.0.0.1",
     "data_parallel_rpc_port": 1, "data_parallel_backend": "ray", "enable_expert_parallel": True,
@@ -149,8 +150,8 @@ LATER: dict[str, Any] = {
     "kv_transfer_config": {"kv_role": "kv_both"}, "kv_events_config": {"publisher": "zmq"},
     "compilation_config": 3, "additional_config": {"a": 1}, "runner": "pooling",
     "convert": "embed", "structured_outputs_config": {"backend": "guidance"},
-    "attention_backend": "FLASH_ATTN", "nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1",
-    "master_port": 1, "stream_interval": 2, "logits_processors": ["a:B"],
+    "attention_backend": "FLASH_ATTN",
+    "stream_interval": 2, "logits_processors": ["a:B"],
 }  # fmt: skip
 # Values that ask for what is the case anyway.
 HOLDS: dict[str, Any] = {

@@ -283,7 +283,7 @@ def test_known_flags_are_refused_by_name() -> None:
         assert f"{flag} is known but not implemented yet" in parser.unknown_flag(flag), flag
     code, _, err = run("serve", "some-model", "--ssl-ciphers", "x")
     assert code == 2 and "--ssl-ciphers is known but not implemented yet (TLS)" in err
-    assert "nearest" not in parser.unknown_flag("--headless")  # nothing stands in for it
+    assert "nearest" not in parser.unknown_flag("--grpc")  # nothing stands in for it
     code, _, err = run("serve", "--quantization-config.a=1")
     assert code == 2 and "--quantization-config is known" in err
     for command in KNOWN_COMMANDS:

@@ -25,6 +25,8 @@ MAY_IMPORT = {
         "headrace.engine_core.supervisor",
         "headrace.engine_core.control_messages",
         "headrace.executors.child_process",  # `serve` starts API servers, too
+        "headrace.executors.preflight",  # `doctor` shows what it finds
+        "headrace.executors.node_agent",  # `serve --headless` runs it
         "headrace.workers.protocol",  # the wire types that messages are made of
     ),
 }
