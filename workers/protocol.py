@@ -80,14 +80,17 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 class WorkerSetup(msgspec.Struct, frozen=True):
     """Which of a replica's workers one is, and where it meets the others.
 
-    `store`: path of the file store that they meet at ("" if there is only one). `shared_memory`:
+    `machine_rank` and `machine_size` count the workers of all replicas on this machine. `store`:
+    path of the file store that they meet at ("" if there is only one). `shared_memory`:
     path of a file in memory that the shards of its stage share, or "". `answers`: whether it is the
     one whose outputs the executor takes.
     """
 
     rank: int = 0
-    local_rank: int = 0  # among the workers on this machine
+    local_rank: int = 0  # among the replica's workers on this machine
     local_size: int = 1
+    machine_rank: int = 0
+    machine_size: int = 1
     store: str = ""
     shared_memory: str = ""
     answers: bool = True
