@@ -115,9 +115,12 @@ class SyncClient:
 
     def wait_ready(self, progress: Progress) -> None:
         """Wait until every engine core takes requests."""
+        kept: list[FromCore] = []
         while not self._session.is_ready:
             self._session.check_alive()
-            self._wait(None, progress)
+            if not self._receive_one(kept):
+                self._wait(None, progress)
+        self._inbox.extendleft(reversed(kept))
 
     def add_request(self, request: EngineCoreRequest, rank: int | None = None) -> None:
         """`rank`: of the replica that is to run it; None: the router chooses."""
@@ -176,13 +179,15 @@ class SyncClient:
         session, kept = self._session, list[FromCore]()
         results: dict[int, UtilityResult] = {}
         self._take_events()
-        while not session.is_whole:  # one is being restarted
-            session.check_alive()
-            if not self._wait(deadline):
-                raise _late(name, timeout)
-        session.send_call(call)
-        num_losses = session.num_losses
         try:
+            while not session.is_whole:  # one is being restarted; others go on
+                session.check_alive()
+                if self._receive_one(kept):
+                    continue
+                if not self._wait(deadline):
+                    raise _late(name, timeout)
+            session.send_call(call)
+            num_losses = session.num_losses
             while len(results) < len(session.ranks):
                 message = self._receive(deadline)
                 if message is None:
@@ -215,6 +220,14 @@ class SyncClient:
             self._session.check_alive()
             if not self._wait(deadline):
                 return None
+
+    def _receive_one(self, kept: list[FromCore]) -> bool:
+        """Take a message that has arrived; what is new in it is kept. False if there is none."""
+        received = self._receive_frames()
+        message = None if received is None else self._session.take(*received)
+        if message is not None:
+            kept.append(message)
+        return received is not None
 
     def _receive_frames(self) -> tuple[int, list[bytes]] | None:
         """A message that has arrived, and from which rank; replicas take turns."""

@@ -85,11 +85,6 @@ class ScriptedCore:
             if not isinstance(message, Join):
                 return message
 
-    def has_message(self, rank: int = 0) -> bool:
-        """Whether there is one already."""
-        sockets = self._replicas[rank].sockets
-        return sockets is not None and not sockets.incoming.empty()
-
     def send(self, message: Any, rank: int = 0) -> None:
         replica = self._replicas[rank]
         assert replica.sockets is not None
