@@ -2,6 +2,7 @@
 
 import logging
 import time
+from statistics import fmean
 
 from headrace.frontend.stats import StatLoggerBase, Stats
 
@@ -23,7 +24,8 @@ class LoggingStatLogger(StatLoggerBase):
     def log(self, stats: Stats) -> None:
         """Count a step's tokens and log when the interval is over.
 
-        Of several replicas, rates and counts are the sums; a list of each one's follows.
+        Of several replicas, rates and counts are the sums, shares the means; a list of each one's
+        follows.
         """
         now = time.monotonic()
         if now - self._last_step > self._interval_s:  # do not average over a pause
@@ -35,20 +37,16 @@ class LoggingStatLogger(StatLoggerBase):
         elapsed = now - self._since
         if elapsed < self._interval_s or elapsed <= 0:
             return
-        engines = [replica.engine for replica in self._replicas.values()]
-        num_blocks = sum(engine.num_blocks for engine in engines)
-        num_used = num_blocks - sum(engine.num_free_blocks for engine in engines)
-        queries = sum(engine.prefix_cache_queries for engine in engines)
-        hits = sum(engine.prefix_cache_hits for engine in engines)
+        replicas = list(self._replicas.values())
         logger.info(
             "%.1f prompt tokens/s, %.1f output tokens/s, %d running, %d waiting, "
             "KV cache %.1f %%, prefix hits %.1f %%%s",
             self._num_prompt_tokens / elapsed,
             self._num_tokens / elapsed,
-            sum(engine.num_running for engine in engines),
-            sum(engine.num_waiting for engine in engines),
-            100 * num_used / max(1, num_blocks),
-            100 * hits / max(1, queries),
+            sum(replica.num_running_sys for replica in replicas),
+            sum(replica.num_waiting_sys for replica in replicas),
+            100 * fmean(replica.gpu_cache_usage_sys for replica in replicas),
+            100 * fmean(replica.gpu_prefix_cache_hit_rate for replica in replicas),
             self._by_replica(),
         )
         self._since, self._num_prompt_tokens, self._num_tokens = now, 0, 0
