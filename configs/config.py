@@ -91,12 +91,18 @@ class ParallelConfig:
     """How many workers run the model and each replica of it, and what is mixed into their class.
 
     A replica's workers have ranks 0 to `world_size` - 1: stage by stage, and in a stage shard by
-    shard.
+    shard. Replicas know nothing of each other; this engine runs those in `ranks`.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
+    data_parallel_size: int = 1  # replicas in all, those of other servers included
+    data_parallel_size_local: int = 1
+    data_parallel_start_rank: int = 0  # of the first replica here
+    data_parallel_rank: int = 0  # in an engine core: of its replica
+    # What all replicas here may take together, found out before any of them took some. None: what
+    # each of them finds.
+    memory_available: int | None = None
     distributed_executor_backend: ExecutorBackend = "uni"
     # Layers of each stage; None: as even as the stages' parameters can be.
     pp_layer_partition: tuple[int, ...] | None = None
@@ -121,6 +127,21 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks(self) -> range:
+        """Of the replicas that this engine runs."""
+        first = self.data_parallel_start_rank
+        return range(first, first + self.data_parallel_size_local)
+
+    @property
+    def num_local_workers(self) -> int:
+        """Workers of all replicas here, which divide the machine."""
+        return self.data_parallel_size_local * self.world_size
+
+    def local_worker(self, rank: int) -> int:
+        """Number among those of a worker of this engine core's replica."""
+        return (self.data_parallel_rank - self.data_parallel_start_rank) * self.world_size + rank
 
 
 @dataclass(frozen=True)

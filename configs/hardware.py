@@ -77,22 +77,26 @@ class CpuFacts:
             )
         return cpus
 
-    def shared(self, index: int, count: int) -> "CpuFacts":
+    def shared(self, index: int, count: int, memory_available: int | None = None) -> "CpuFacts":
         """What is left for one of `count` processes that divide all this: cores side by side.
 
-        With fewer cores than processes, each may use them all, with one thread.
+        With fewer cores than processes, each may use them all, with one thread. `memory_available`:
+        of all together, if some of them may have taken theirs already.
         """
         if count == 1:
             return self
-        available = self.memory_available // count
-        quota = None if self.cpu_quota is None else self.cpu_quota / count
+        own = replace(
+            self,
+            memory_available=(memory_available or self.memory_available) // count,
+            memory_total=self.memory_total // count,
+            memory_limit=None if self.memory_limit is None else self.memory_limit // count,
+            cpu_quota=None if self.cpu_quota is None else self.cpu_quota / count,
+        )
         cores, num_cores = self.core_cpus, len(self.core_cpus)
         if num_cores < count:
-            return replace(self, memory_available=available, cpu_quota=1.0)
-        own = cores[index * num_cores // count : (index + 1) * num_cores // count]
-        return replace(
-            self, allowed_cpus=own, core_cpus=own, cpu_quota=quota, memory_available=available
-        )
+            return replace(own, cpu_quota=1.0)
+        cpus = cores[index * num_cores // count : (index + 1) * num_cores // count]
+        return replace(own, allowed_cpus=cpus, core_cpus=cpus)
 
     def memory_for(self, share: float) -> int:
         """Bytes that a worker may take: what is available, and at most `share` of the whole.

@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.configs.config import ParallelConfig
 from headrace.configs.engine_options.parallel import ParallelOptions
-from headrace.configs.errors import ConfigurationError
+from headrace.configs.errors import ConfigurationError, UnsupportedFeatureError
 
 _BACKENDS = ("uni", "mp", "ray", "external_launcher")
 
@@ -14,9 +14,14 @@ _BACKENDS = ("uni", "mp", "ray", "external_launcher")
 def resolve_parallel(options: ParallelOptions, seed: int | None = None) -> ParallelConfig:
     """Raises ConfigurationError for values that contradict each other."""
     stages = options.pipeline_parallel_size
+    ranks = resolve_ranks(options)
     group, address = _surrounding_ray()
     backend = _backend(options, group is not None)
     config = ParallelConfig(
+        data_parallel_size=options.data_parallel_size,
+        data_parallel_size_local=len(ranks),
+        data_parallel_start_rank=ranks.start,
+        data_parallel_rank=ranks.start,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=stages,
         pp_layer_partition=_partition(options.pp_layer_partition, stages),
@@ -47,6 +52,65 @@ def resolve_parallel(options: ParallelOptions, seed: int | None = None) -> Paral
             "process, so that all of them sample alike: give --seed (in Python, seed=0)"
         )
     return config
+
+
+def resolve_ranks(options: ParallelOptions) -> range:
+    """The ranks of the replicas that this engine runs. Raises ConfigurationError.
+
+    External: one, behind a load balancer over all. Hybrid: some, behind one over the servers. Else
+    internal: all of them. Replicas of dense models know nothing of each other, so that the modes
+    differ in nothing else.
+    """
+    size, rank = options.data_parallel_size, options.data_parallel_rank
+    local, start = options.data_parallel_size_local, options.data_parallel_start_rank
+    is_external = options.data_parallel_external_lb or rank is not None
+    is_hybrid = options.data_parallel_hybrid_lb or start is not None
+    if is_external and is_hybrid:
+        raise ConfigurationError(
+            "data_parallel_rank and data_parallel_external_lb (external mode) exclude "
+            "data_parallel_start_rank and data_parallel_hybrid_lb (hybrid mode)"
+        )
+    if local == 0:
+        raise UnsupportedFeatureError(
+            "--data-parallel-size-local 0, a server without replicas, is not implemented yet; "
+            "every server runs at least one",
+            "data_parallel_size_local",
+        )
+    if is_external:
+        if rank is None:
+            raise ConfigurationError("data_parallel_external_lb needs data_parallel_rank")
+        if local not in (None, 1):
+            raise ConfigurationError(
+                f"external mode runs one replica, but data_parallel_size_local is {local}; leave "
+                "it out, or give data_parallel_start_rank for hybrid mode"
+            )
+        return _within(range(rank, rank + 1), size, "data_parallel_rank")
+    if is_hybrid:
+        if local is None:
+            raise ConfigurationError("hybrid mode needs data_parallel_size_local")
+        first = start or 0
+        return _within(range(first, first + local), size, "data_parallel_start_rank")
+    if local is not None and local > size:
+        raise ConfigurationError(
+            f"data_parallel_size_local {local} is above data_parallel_size {size}"
+        )
+    if local is not None and local < size:
+        raise UnsupportedFeatureError(
+            f"--data-parallel-size-local {local} of {size}: replicas on other machines behind this "
+            "server are not implemented yet; with data_parallel_start_rank each server spreads "
+            "requests over its own (hybrid mode)",
+            "data_parallel_size_local",
+        )
+    return range(size)
+
+
+def _within(ranks: range, size: int, name: str) -> range:
+    if ranks.stop > size:
+        raise ConfigurationError(
+            f"{name} {ranks.start} and {len(ranks)} replicas here need ranks up to "
+            f"{ranks.stop - 1}, but data_parallel_size {size} has ranks 0 to {size - 1}"
+        )
+    return ranks
 
 
 def _backend(options: ParallelOptions, is_in_placement_group: bool) -> str:

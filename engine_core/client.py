@@ -47,7 +47,8 @@ class InprocClient:
         self._outputs: list[EngineCoreOutput] = []
         self.ready: Ready = self._core.ready
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, rank: int | None = None) -> None:
+        """`rank`: of the only replica."""
         self._outputs += self._core.add_request(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -62,7 +63,7 @@ class InprocClient:
 
     def call(self, method: str, timeout: float | None = None) -> Any:
         """Run a utility of the engine core; `timeout` does not interrupt it."""
-        return _result_value(self._core.call(UtilityCall(0, method)))
+        return _joined_value([self._core.call(UtilityCall(0, method))])
 
     def call_workers(
         self,
@@ -72,7 +73,7 @@ class InprocClient:
         timeout: float | None = None,
     ) -> list[Any]:
         """Run `method` on the worker; `timeout` does not interrupt it."""
-        return _worker_values(self._core.call_workers(encode_call(0, method, args, kwargs)))
+        return _worker_values([self._core.call_workers(encode_call(0, method, args, kwargs))])
 
     def check_alive(self) -> None:
         """Nothing to check: it lives as long as the caller."""
@@ -83,49 +84,67 @@ class InprocClient:
 
 
 class SyncClient:
-    """Blocking client of an engine core, which it ends in `close()` if it is its program's own."""
+    """Blocking client of one or several engine cores.
+
+    It ends them in `close()` if they are its program's own.
+    """
 
     def __init__(self, link: SupervisorLink) -> None:
         self._session = Session(link)
         self._poller = zmq.Poller()
         self._poller.register(link.channel.fileno(), zmq.POLLIN)
-        self._polled: Connection | None = None  # whose socket the poller has
+        self._polled: dict[int, Connection] = {}  # whose sockets the poller has, by rank
+        self._turn = 0  # whose message is taken next, where there are several
         self._inbox: deque[FromCore] = deque()
         self._num_calls = 0
 
     @property
     def ready(self) -> Ready:
-        assert self._session.ready is not None, "wait_ready() comes first"
-        return self._session.ready
+        ready = self._session.ready
+        assert ready is not None, "wait_ready() comes first"
+        return ready
+
+    @property
+    def num_blocks(self) -> dict[int, int]:
+        """KV-cache blocks of each replica, by rank."""
+        return _num_blocks(self._session)
 
     def send_config(self, config: EngineConfig) -> None:
-        """Let the engine core begin to load; callables are allowed, it is this program's own."""
+        """Let the engine cores begin to load; callables are allowed, it is this program's own."""
         self._session.configure(config, make_hello(config, allows_callables=True))
 
     def wait_ready(self, progress: Progress) -> None:
-        """Wait until the engine core takes requests."""
-        while self._session.ready is None:
+        """Wait until every engine core takes requests."""
+        kept: list[FromCore] = []
+        while not self._session.is_ready:
             self._session.check_alive()
-            self._wait(None, progress)
+            if not self._receive_one(kept):
+                self._wait(None, progress)
+        self._inbox.extendleft(reversed(kept))
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._session.add_request(request)
+    def add_request(self, request: EngineCoreRequest, rank: int | None = None) -> None:
+        """`rank`: of the replica that is to run it; None: the router chooses."""
+        self._session.add_request(request, rank)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._session.abort(request_id, index)
 
     def get_outputs(self) -> EngineCoreOutputs:
-        """Wait for the outputs of a step, however many engine cores that takes."""
+        """Wait for the outputs of a step of any replica, however many engine cores that takes."""
         while True:
             message = self._receive(None)
             if isinstance(message, EngineCoreOutputs):
                 return message
 
     def call(self, method: str, timeout: float | None = None) -> Any:
-        """Run a utility of the engine core and return its value; TimeoutError after `timeout` s."""
+        """Run a utility of the engine core and return its value; TimeoutError after `timeout` s.
+
+        With several replicas it runs on all: the value is whether all said True, or else a list
+        with the value of each.
+        """
         self._num_calls += 1
         call = UtilityCall(self._num_calls, method)
-        return _result_value(self._answer(call, method, timeout))
+        return _joined_value(self._answers(call, method, timeout))
 
     def call_workers(
         self,
@@ -134,10 +153,13 @@ class SyncClient:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Run `method` on every worker; one result each. After TimeoutError it still runs there."""
+        """Run `method` on every worker; one result each, replica by replica.
+
+        After TimeoutError it still runs there.
+        """
         self._num_calls += 1
         call = encode_call(self._num_calls, method, args, kwargs)
-        return _worker_values(self._answer(call, _name(method), timeout))
+        return _worker_values(self._answers(call, _name(method), timeout))
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if there is no engine core, and none will come."""
@@ -145,48 +167,53 @@ class SyncClient:
         self._session.check_alive()
 
     def close(self) -> None:
-        """End the engine core and everything that belongs to it. Idempotent."""
+        """End the engine cores and everything that belongs to them. Idempotent."""
         if not self._session.closed:
             self._session.close()
 
-    def _answer(
+    def _answers(
         self, call: UtilityCall | WorkerCall, name: str, timeout: float | None
-    ) -> UtilityResult:
+    ) -> list[UtilityResult]:
+        """What every replica answers, by rank."""
         deadline = None if timeout is None else time.monotonic() + timeout
         session, kept = self._session, list[FromCore]()
+        results: dict[int, UtilityResult] = {}
         self._take_events()
-        while session.connection is None:  # it is being restarted
-            session.check_alive()
-            if not self._wait(deadline):
-                raise _late(name, timeout)
-        session.send_call(call)
-        num_connections = session.num_connections
         try:
-            while True:
+            while not session.is_whole:  # one is being restarted; others go on
+                session.check_alive()
+                if self._receive_one(kept):
+                    continue
+                if not self._wait(deadline):
+                    raise _late(name, timeout)
+            session.send_call(call)
+            num_losses = session.num_losses
+            while len(results) < len(session.ranks):
                 message = self._receive(deadline)
                 if message is None:
                     raise _late(name, timeout)
                 if isinstance(message, UtilityResult):
                     if message.call_id == call.call_id:
-                        return message
-                    continue  # a late answer to a call that timed out
+                        results[message.rank] = message
+                    continue  # else a late answer to a call that timed out
                 kept.append(message)
-                if session.connection is None or session.num_connections != num_connections:
+                if session.num_losses != num_losses:
                     raise _lost(name)
         finally:
             self._inbox.extendleft(reversed(kept))
+        return [results[rank] for rank in sorted(results)]
 
     def _receive(self, deadline: float | None) -> FromCore | None:
         """The next message; None only once `deadline` (monotonic seconds) has passed.
 
-        What the engine core had sent comes before the error that says that it is gone.
+        What an engine core had sent comes before the error that says that it is gone.
         """
         while True:
             if self._inbox:
                 return self._inbox.popleft()
-            connection = self._session.connection
-            if connection is not None and (frames := connection.receive()) is not None:
-                message = self._session.take(frames)
+            received = self._receive_frames()
+            if received is not None:
+                message = self._session.take(*received)
                 if message is not None:
                     return message
                 continue
@@ -194,15 +221,36 @@ class SyncClient:
             if not self._wait(deadline):
                 return None
 
+    def _receive_one(self, kept: list[FromCore]) -> bool:
+        """Take a message that has arrived; what is new in it is kept. False if there is none."""
+        received = self._receive_frames()
+        message = None if received is None else self._session.take(*received)
+        if message is not None:
+            kept.append(message)
+        return received is not None
+
+    def _receive_frames(self) -> tuple[int, list[bytes]] | None:
+        """A message that has arrived, and from which rank; replicas take turns."""
+        connections = list(self._session.connections.items())
+        for i in range(len(connections)):
+            rank, connection = connections[(self._turn + i) % len(connections)]
+            frames = connection.receive()
+            if frames is not None:
+                self._turn += i + 1
+                return rank, frames
+        return None
+
     def _wait(self, deadline: float | None, progress: Progress = lambda phase: None) -> bool:
-        """Wait for the engine core or the supervisor, whose events are taken; False: too late."""
-        connection = self._session.connection
-        if connection is not self._polled:
-            if self._polled is not None:
-                self._poller.unregister(self._polled.socket)
-            if connection is not None:
+        """Wait for an engine core or the supervisor, whose events are taken; False: too late."""
+        connections = self._session.connections
+        for rank, polled in list(self._polled.items()):
+            if connections.get(rank) is not polled:
+                self._poller.unregister(polled.socket)
+                del self._polled[rank]
+        for rank, connection in connections.items():
+            if rank not in self._polled:
                 self._poller.register(connection.socket, zmq.POLLIN)
-            self._polled = connection
+                self._polled[rank] = connection
         wait = None if deadline is None else _milliseconds(deadline - time.monotonic())
         ready = dict(self._poller.poll(wait))
         if self._session.link.channel.fileno() in ready:
@@ -219,26 +267,33 @@ class SyncClient:
 
 
 class AsyncClient:
-    """Asyncio client of an engine core, which it ends in `close()` if it is its program's own.
+    """Asyncio client of one or several engine cores.
 
-    It receives on the event loop on which `attach()` was called; `detach()` frees it for another.
+    It ends them in `close()` if they are its program's own. It receives on the event loop on which
+    `attach()` was called; `detach()` frees it for another.
     """
 
     def __init__(self, link: SupervisorLink) -> None:
         self._session = Session(link)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._socket_fd: int | None = None  # that the event loop watches
+        self._socket_fds: dict[int, int] = {}  # that the event loop watches, by rank
         self._inbox: deque[FromCore] = deque()
         self._news = asyncio.Event()
         self._events = asyncio.Event()  # the supervisor has said something
         self._progress: Progress = lambda phase: None
-        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._calls: dict[int, _Call] = {}
         self._num_calls = 0
 
     @property
     def ready(self) -> Ready:
-        assert self._session.ready is not None, "wait_ready() comes first"
-        return self._session.ready
+        ready = self._session.ready
+        assert ready is not None, "wait_ready() comes first"
+        return ready
+
+    @property
+    def num_blocks(self) -> dict[int, int]:
+        """KV-cache blocks of each replica, by rank."""
+        return _num_blocks(self._session)
 
     def attach(self) -> None:
         """Receive on the running event loop from now on."""
@@ -254,21 +309,22 @@ class AsyncClient:
         if self._loop is not None and not self._loop.is_closed():
             if not self._session.link.channel.closed:
                 self._loop.remove_reader(self._session.link.channel.fileno())
-            if self._socket_fd is not None:
-                self._loop.remove_reader(self._socket_fd)
-            for future in self._calls.values():
-                future.cancel()
+            for fd in self._socket_fds.values():
+                self._loop.remove_reader(fd)
+            for call in self._calls.values():
+                call.future.cancel()
         self._calls.clear()
-        self._loop = self._socket_fd = None
+        self._socket_fds.clear()
+        self._loop = None
 
     def fail_calls(self, error: Exception) -> None:
         """End the calls in progress with `error`."""
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        for call in self._calls.values():
+            if not call.future.done():
+                call.future.set_exception(error)
 
     def send_config(self, config: EngineConfig, allows_callables: bool) -> None:
-        """Let the engine core begin to load. A server never allows callables."""
+        """Let the engine cores begin to load. A server never allows callables."""
         self._session.configure(config, make_hello(config, allows_callables))
 
     async def wait_config(self) -> EngineConfig:
@@ -278,13 +334,14 @@ class AsyncClient:
         return self._session.config
 
     async def wait_ready(self, progress: Progress) -> None:
-        """Wait until the engine core takes requests."""
+        """Wait until every engine core takes requests, or has done so and is being restarted."""
         self._progress = progress
-        while self._session.ready is None:
+        while not self._session.is_ready:
             await self._wait_event()
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._session.add_request(request)
+    def add_request(self, request: EngineCoreRequest, rank: int | None = None) -> None:
+        """`rank`: of the replica that is to run it; None: the router chooses."""
+        self._session.add_request(request, rank)
         self._look_again()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -292,7 +349,7 @@ class AsyncClient:
         self._look_again()
 
     async def get_outputs(self) -> EngineCoreOutputs:
-        """Wait for the outputs of a step, however many engine cores that takes.
+        """Wait for the outputs of a step of any replica, however many engine cores that takes.
 
         One task at a time. What an engine core had sent comes before the error that says that it is
         gone for good.
@@ -307,10 +364,10 @@ class AsyncClient:
             await self._news.wait()
 
     async def call(self, method: str, timeout: float | None = None) -> Any:
-        """Run a utility of the engine core."""
+        """Run a utility of every engine core; see `SyncClient.call`."""
         self._num_calls += 1
         call = UtilityCall(self._num_calls, method)
-        return _result_value(await self._answer(call, method, timeout))
+        return _joined_value(await self._answers(call, method, timeout))
 
     async def call_workers(
         self,
@@ -319,22 +376,22 @@ class AsyncClient:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Run `method` on every worker; one result each. After TimeoutError it still runs there."""
+        """Run `method` on every worker; see `SyncClient.call_workers`."""
         self._num_calls += 1
         call = encode_call(self._num_calls, method, args, kwargs)
-        return _worker_values(await self._answer(call, _name(method), timeout))
+        return _worker_values(await self._answers(call, _name(method), timeout))
 
     @property
     def is_up(self) -> bool:
         """Whether an engine core is there at this moment."""
-        return self._session.connection is not None
+        return self._session.is_up
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if there is no engine core, and none will come."""
         self._session.check_alive()
 
     async def close(self) -> None:
-        """End the engine core and everything that belongs to it. Idempotent."""
+        """End the engine cores and everything that belongs to them. Idempotent."""
         if not self._session.closed:
             self.detach()
             await asyncio.to_thread(self._session.close)
@@ -345,46 +402,45 @@ class AsyncClient:
             self.detach()
             self._session.close()
 
-    # The socket's file descriptor tells of news once: whoever may have taken the signal, by sending
+    # A socket's file descriptor tells of news once: whoever may have taken the signal, by sending
     # say, looks again.
     def _look_again(self) -> None:
-        connection = self._session.connection
-        if (
-            self._loop is not None
-            and connection is not None
-            and connection.option(zmq.EVENTS) & zmq.POLLIN
-        ):
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Take what has arrived; the rest, if that is much, after the loop's other work."""
-        connection = self._session.connection
-        if self._loop is None or connection is None:
+        if self._loop is None:
             return
+        for rank, connection in self._session.connections.items():
+            if connection.option(zmq.EVENTS) & zmq.POLLIN:
+                self._loop.call_soon(self._drain, rank)
+
+    def _drain(self, rank: int) -> None:
+        """Take what has arrived; the rest, if that is much, after the loop's other work."""
         for _ in range(_MAX_MESSAGES_AT_ONCE):
+            connection = self._session.replicas[rank].connection
+            if self._loop is None or connection is None:
+                return
             frames = connection.receive()
             if frames is None:
                 return
-            message = self._session.take(frames)
+            message = self._session.take(rank, frames)
             if message is not None:
                 self._put(message)
-        self._loop.call_soon(self._drain)
+        if self._loop is not None:
+            self._loop.call_soon(self._drain, rank)
 
     def _put(self, message: FromCore) -> None:
         if isinstance(message, UtilityResult):
-            future = self._calls.get(message.call_id)
-            if future is not None and not future.done():
-                future.set_result(message)
+            call = self._calls.get(message.call_id)
+            if call is not None:
+                call.take(message)
             return
         self._inbox.append(message)
         self._news.set()
 
     def _take_events(self) -> None:
-        """Follow the supervisor, and watch the socket of the engine core that there is now."""
+        """Follow the supervisor, and watch the sockets of the engine cores that there are now."""
         session = self._session
         if self._loop is None or session.closed:
             return
-        num_connections, was_up = session.num_connections, session.connection is not None
+        num_losses = session.num_losses
         if session.error is None:
             for event in events_of(session.link):
                 if isinstance(event, StartupProgress):
@@ -395,22 +451,23 @@ class AsyncClient:
             self._loop.remove_reader(session.link.channel.fileno())
             self._news.set()
             self.fail_calls(session.error)
-        if was_up and (session.connection is None or session.num_connections != num_connections):
+        if session.num_losses != num_losses:
             self.fail_calls(_lost("the call"))
-        self._watch_socket()
+        self._watch_sockets()
         self._events.set()
 
-    def _watch_socket(self) -> None:
+    def _watch_sockets(self) -> None:
         assert self._loop is not None
-        connection = self._session.connection
-        fd = None if connection is None else connection.option(zmq.FD)
-        # A number that comes again may be another socket: it is always registered anew.
-        if self._socket_fd is not None:
-            self._loop.remove_reader(self._socket_fd)
-        self._socket_fd = fd
-        if fd is not None:
-            self._loop.add_reader(fd, self._drain)
-            self._loop.call_soon(self._drain)
+        # A number that comes again may be another socket: all are registered anew.
+        for fd in self._socket_fds.values():
+            self._loop.remove_reader(fd)
+        self._socket_fds = {
+            rank: connection.option(zmq.FD)
+            for rank, connection in self._session.connections.items()
+        }
+        for rank, fd in self._socket_fds.items():
+            self._loop.add_reader(fd, self._drain, rank)
+            self._loop.call_soon(self._drain, rank)
 
     async def _wait_event(self) -> None:
         """Until the supervisor says something; raises the error that ends the engine."""
@@ -418,25 +475,41 @@ class AsyncClient:
         self._events.clear()
         await self._events.wait()
 
-    async def _answer(
+    async def _answers(
         self, call: UtilityCall | WorkerCall, name: str, timeout: float | None
-    ) -> UtilityResult:
-        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
+    ) -> list[UtilityResult]:
+        """What every replica answers, by rank."""
 
-        async def answer() -> UtilityResult:
-            while not self.is_up:
+        async def answers() -> list[UtilityResult]:
+            while not self._session.is_whole:
                 await self._wait_event()
-            self._calls[call.call_id] = future
+            pending = self._calls[call.call_id] = _Call(len(self._session.ranks))
             self._session.send_call(call)
             self._look_again()
-            return await future
+            return await pending.future
 
         try:
-            return await asyncio.wait_for(answer(), timeout)
+            return await asyncio.wait_for(answers(), timeout)
         except TimeoutError:
             raise _late(name, timeout) from None
         finally:
             self._calls.pop(call.call_id, None)
+
+
+class _Call:
+    """A call in progress on every replica; made on the event loop that waits for it."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.future: asyncio.Future[list[UtilityResult]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._num_replicas = num_replicas
+        self._results: dict[int, UtilityResult] = {}
+
+    def take(self, result: UtilityResult) -> None:
+        self._results[result.rank] = result
+        if len(self._results) == self._num_replicas and not self.future.done():
+            self.future.set_result([self._results[rank] for rank in sorted(self._results)])
 
 
 def make_hello(config: EngineConfig, allows_callables: bool) -> Hello:
@@ -450,9 +523,26 @@ def _result_value(result: UtilityResult) -> Any:
     return result.value
 
 
-def _worker_values(result: UtilityResult) -> list[Any]:
-    _result_value(result)
-    return decode_results(result.workers)
+def _joined_value(results: list[UtilityResult]) -> Any:
+    values = [_result_value(result) for result in results]
+    if len(values) == 1:
+        return values[0]
+    return all(values) if all(isinstance(value, bool) for value in values) else values
+
+
+def _worker_values(results: list[UtilityResult]) -> list[Any]:
+    values = []
+    for result in results:
+        _result_value(result)
+        values += decode_results(result.workers)
+    return values
+
+
+def _num_blocks(session: Session) -> dict[int, int]:
+    return {
+        rank: 0 if replica.ready is None else replica.ready.num_blocks
+        for rank, replica in sorted(session.replicas.items())
+    }
 
 
 def _milliseconds(seconds: float) -> int:

@@ -92,6 +92,8 @@ class EngineUp(msgspec.Struct, tag="up", array_like=True):
 class EngineDown(msgspec.Struct, tag="down", array_like=True):
     """The engine core of a replica has died, and another one will come.
 
+    A client that joins meanwhile is told, too.
+
     `suspects`: the choices in its steps. `blamed`: the request that must have done it, which is not
     to run again. `was_modified`: its worker was perhaps not what a fresh one will be.
     """

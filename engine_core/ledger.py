@@ -20,8 +20,11 @@ class LedgerEntry:
 
     request: EngineCoreRequest
     number: int  # order of arrival
-    rank: int  # of the replica that it runs on
+    # Of the replica that it runs on, or ran on last, or is pinned to; None: not chosen yet.
+    rank: int | None
     open: dict[int, list[int]]
+    is_pinned: bool = False
+    is_waiting: bool = True  # no engine core has it
     was_sent: bool = False
     was_replayed: bool = False
     num_prompt_logprobs: int = 0  # leading prompt tokens whose scores have come; 0 and 1: none
@@ -55,11 +58,15 @@ class RequestLedger:
         """All of them, in order of arrival."""
         return list(self._entries.values())
 
-    def add(self, request: EngineCoreRequest, rank: int = 0) -> LedgerEntry:
-        """Follow a request that runs, or will run, on the replica `rank`."""
+    def get(self, request_id: str) -> LedgerEntry | None:
+        return self._entries.get(request_id)
+
+    def add(self, request: EngineCoreRequest, pinned_to: int | None = None) -> LedgerEntry:
+        """Follow a request, which waits until `send` hands it out."""
         self._num_added += 1
         choices = {choice.index: list(choice.output_token_ids) for choice in request.choices}
-        entry = LedgerEntry(request, self._num_added, rank, choices)
+        is_pinned = pinned_to is not None
+        entry = LedgerEntry(request, self._num_added, pinned_to, choices, is_pinned)
         self._entries[request.request_id] = entry
         return entry
 
@@ -115,21 +122,38 @@ class RequestLedger:
             failure(request_id, index, len(known), fault) for index, known in entry.open.items()
         ]
 
-    def replays(self, rank: int = 0) -> list[EngineCoreRequest]:
-        """What a fresh engine core has to be sent for the requests of a replica.
+    def lose(self, rank: int) -> None:
+        """The engine core of a replica is gone: its requests wait."""
+        for entry in self._entries.values():
+            entry.is_waiting |= entry.rank == rank
 
-        In order of arrival, suspects last; all count as sent then.
+    def waiting(self) -> list[LedgerEntry]:
+        """Requests that no engine core has, in the order in which to send them.
+
+        That is the order of arrival, with suspects last.
         """
-        chosen = [entry for entry in self._entries.values() if entry.rank == rank]
+        chosen = [entry for entry in self._entries.values() if entry.is_waiting]
         for entry in chosen:
             _forget_passed(entry)
         chosen.sort(key=lambda entry: (bool(entry.alone_until), entry.number))
-        requests = []
-        for entry in chosen:
-            entry.was_replayed |= entry.was_sent
-            entry.was_sent = True
-            requests.append(_replay_of(entry))
-        return requests
+        return chosen
+
+    def message(self, entry: LedgerEntry) -> EngineCoreRequest:
+        """What a fresh engine core has to be sent for a request, from where its caller is."""
+        alone: Mapping[int, int] = entry.alone_until
+        return msgspec.structs.replace(
+            entry.request,
+            choices=[
+                ChoiceState(index, list(known), alone.get(index, 0))
+                for index, known in entry.open.items()
+            ],
+            num_prompt_logprobs_received=entry.num_prompt_logprobs,
+        )
+
+    def sent(self, entry: LedgerEntry, rank: int) -> None:
+        """That message is on its way to a replica."""
+        entry.was_replayed |= entry.was_sent
+        entry.was_sent, entry.is_waiting, entry.rank = True, False, rank
 
     def _trim(
         self, entry: LedgerEntry, known: list[int], output: EngineCoreOutput
@@ -176,18 +200,6 @@ class RequestLedger:
 def failure(request_id: str, index: int, start: int, fault: RequestFault) -> EngineCoreOutput:
     """The output of a choice that ends with `fault`."""
     return EngineCoreOutput(request_id, index, start, [], finish_reason="error", fault=fault)
-
-
-def _replay_of(entry: LedgerEntry) -> EngineCoreRequest:
-    alone: Mapping[int, int] = entry.alone_until
-    return msgspec.structs.replace(
-        entry.request,
-        choices=[
-            ChoiceState(index, list(known), alone.get(index, 0))
-            for index, known in entry.open.items()
-        ],
-        num_prompt_logprobs_received=entry.num_prompt_logprobs,
-    )
 
 
 def _forget_passed(entry: LedgerEntry) -> None:

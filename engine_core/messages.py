@@ -6,12 +6,21 @@ refused. All engine state of a request is a function of its `EngineCoreRequest`,
 carries what a replay needs. Starting and ending is the supervisor's: `control_messages.py`.
 """
 
+from typing import Literal
+
 import msgspec
 
 from headrace.configs.sampling_params import SamplingParams
 from headrace.workers.protocol import RequestFault, TokenLogprobs, WorkerCall, WorkerResult
 
 PROTOCOL_VERSION = 1
+
+# Why a replica got a request. only: no other one was there, or could go on with it. pinned: the
+# caller said so. moved: its own was lost. returned: its own was lost, and came back.
+RoutingReason = Literal["only", "pinned", "prefix", "load", "moved", "returned"]
+ROUTING_REASONS: tuple[RoutingReason, ...] = (
+    "only", "pinned", "prefix", "load", "moved", "returned",
+)  # fmt: skip
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +106,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 class EngineStats(msgspec.Struct, array_like=True):
     """State of the scheduler after a step; counters are since the start of the engine core.
 
-    A client adds those of the engine cores before, and fills in the last three itself.
+    A client adds those of the engine cores before, and fills in the last four itself.
     """
 
     step: int = 0  # steps that had tokens
@@ -114,9 +123,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_computed_prompt_tokens: int = 0  # prompt tokens computed, not found in the cache
     num_step_prompt_tokens: int = 0  # of the last step
     num_step_generation_tokens: int = 0  # of the last step
+    # Prompt tokens to compute and output tokens expected, of all clients; 0 with one replica.
+    num_outstanding_tokens: int = 0
     num_restarts: int = 0  # engine cores that were lost and came back
     num_replayed_requests: int = 0
     recovery_s: float = 0.0  # total time without an engine core
+    routed: dict[str, int] = {}  # requests that were sent there, by the router's reason
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -125,6 +137,8 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     timestamp: float = 0.0  # wall clock at the end of the step, s
+    num_received: int = 0  # requests of this client that `stats` knows of
+    rank: int = 0  # of the replica; its client fills it in
 
 
 class UtilityResult(msgspec.Struct, tag="result", array_like=True):
@@ -137,6 +151,7 @@ class UtilityResult(msgspec.Struct, tag="result", array_like=True):
     value: object = None
     fault: RequestFault | None = None
     workers: list[WorkerResult] = []
+    rank: int = 0  # of the replica; its client fills it in
 
 
 class Ready(msgspec.Struct, array_like=True):

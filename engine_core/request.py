@@ -56,6 +56,7 @@ class Choice:
     token_ids: list[int]  # prompt, then the output tokens that are known
     max_total_tokens: int  # prompt and output, clamped to what window and pool hold
     runs_alone_until: int = 0  # tokens computed; below that it has steps of its own
+    num_expected_tokens: int = 0  # output tokens that are expected still
     num_pending: int = 0  # tokens that handed-out steps will sample; values not known yet
     num_computed_tokens: int = 0  # KV written by the steps handed out so far
     num_in_flight: int = 0  # steps handed out and not answered

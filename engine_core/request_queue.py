@@ -43,6 +43,8 @@ class RequestQueue:
         self._preempted_first = policy == "fcfs"
         self._heap: list[tuple[bool, Rank, int, Choice]] = []
         self._live: dict[Choice, int] = {}  # choice -> the number of its heap entry
+        self._wanted: dict[Choice, int] = {}  # its tokens to compute
+        self.num_wanted_tokens = 0  # of all
         self._num_pushed = 0
 
     def __len__(self) -> int:
@@ -55,6 +57,8 @@ class RequestQueue:
         """Add a choice that is not in the queue."""
         self._num_pushed += 1
         self._live[choice] = self._num_pushed
+        wanted = self._wanted[choice] = len(choice.token_ids) - choice.num_computed_tokens
+        self.num_wanted_tokens += wanted
         behind = self._preempted_first and choice.num_preemptions == 0
         heapq.heappush(self._heap, (behind, choice.rank, self._num_pushed, choice))
 
@@ -71,6 +75,7 @@ class RequestQueue:
         """Take a choice out, wherever it is; nothing happens if it is not in the queue."""
         if self._live.pop(choice, None) is None:
             return
+        self.num_wanted_tokens -= self._wanted.pop(choice)
         if len(self._heap) > 2 * len(self._live) + _COMPACT_ABOVE:
             self._heap = [entry for entry in self._heap if self._live.get(entry[3]) == entry[2]]
             heapq.heapify(self._heap)

@@ -19,6 +19,7 @@ from headrace.engine_core.admission import Admission
 from headrace.engine_core.forks import Forks
 from headrace.engine_core.kv_cache_manager import KVCacheManager
 from headrace.engine_core.messages import EngineCoreOutput, EngineCoreRequest, EngineStats
+from headrace.engine_core.output_lengths import OutputLengths
 from headrace.engine_core.request import Choice, FinishReason, Request, Status, WaitsFor
 from headrace.engine_core.step_orders import StepOrders
 from headrace.engine_core.step_planner import StepPlan, StepPlanner
@@ -73,6 +74,10 @@ class Scheduler:
             self._forks,
             config.parallel_config.pipeline_parallel_size,
         )
+        # Clients that choose among several replicas want to know how much there is to do.
+        self._counts_work = config.parallel_config.data_parallel_size_local > 1
+        self._lengths = OutputLengths()
+        self._num_expected_tokens = 0
         self._requests: dict[str, Request] = {}
         self._in_flight: dict[int, list[_InFlight]] = {}  # step number -> its choices
         self._failures: list[EngineCoreOutput] = []  # of choices that no step could be made for
@@ -104,6 +109,9 @@ class Scheduler:
         choices = list(admitted.choices.values())
         self._requests[request.request_id] = admitted
         self._num_choices += len(choices)
+        if self._counts_work:
+            for choice in choices:
+                self._expect(choice)
         if any(choice.num_output_tokens for choice in choices):  # a replay: nothing to share
             for choice in choices:
                 self._planner.enqueue(choice)
@@ -125,6 +133,18 @@ class Scheduler:
             for choice in live
             if index is None or choice.id.index == index
         ]
+
+    def _expect(self, choice: Choice) -> None:
+        """Count the output tokens that a choice will probably have."""
+        limit = choice.max_total_tokens - choice.request.num_prompt_tokens
+        left = self._lengths.expected(limit) - choice.num_output_tokens
+        choice.num_expected_tokens = max(1, left)
+        self._num_expected_tokens += choice.num_expected_tokens
+
+    def _num_outstanding_tokens(self) -> int:
+        if not self._counts_work:
+            return 0
+        return self._num_expected_tokens + self._planner.num_wanted_tokens()
 
     def has_work(self) -> bool:
         """Whether `schedule` may have something to hand out, now or later."""
@@ -148,6 +168,7 @@ class Scheduler:
             num_computed_prompt_tokens=self._num_computed_prompt_tokens,
             num_step_prompt_tokens=self._num_step_prompt_tokens,
             num_step_generation_tokens=self._num_step_generation_tokens,
+            num_outstanding_tokens=self._num_outstanding_tokens(),
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -312,6 +333,10 @@ class Scheduler:
     def _accept(self, choice: Choice, sampled: SampledTokens) -> EngineCoreOutput:
         choice.num_pending -= 1
         choice.token_ids += sampled.token_ids
+        if choice.num_expected_tokens:
+            num_fulfilled = min(choice.num_expected_tokens, len(sampled.token_ids))
+            choice.num_expected_tokens -= num_fulfilled
+            self._num_expected_tokens -= num_fulfilled
         stop = choice.check_stop()
         if stop is None:
             return self._output(choice, sampled.token_ids, sampled.logprobs)
@@ -357,6 +382,9 @@ class Scheduler:
         output.stop_reason = stop_reason
         output.fault = fault
         output.num_preemptions = choice.num_preemptions
+        if self._counts_work and reason in ("stop", "length"):
+            limit = choice.max_total_tokens - choice.request.num_prompt_tokens
+            self._lengths.add(limit, choice.num_output_tokens)
         self._end(choice, taint=fault is not None)
         return output
 
@@ -377,6 +405,8 @@ class Scheduler:
     def _end(self, choice: Choice, *, taint: bool) -> None:
         """The one place where a choice ends: everything it has is given back."""
         self._planner.remove(choice)
+        self._num_expected_tokens -= choice.num_expected_tokens
+        choice.num_expected_tokens = 0
         choice.status = Status.FINISHED
         request = choice.request
         for child in self._forks.end(choice):

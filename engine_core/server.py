@@ -134,6 +134,7 @@ class EngineCoreServer:
         self._sockets = sockets
         self._supervisor = supervisor
         self._clients: set[Identity] = set()
+        self._num_received: dict[Identity, int] = {}  # requests of each client
         self._owners: dict[str, Identity] = {}
         self._open_choices: dict[str, set[int]] = {}
         self._stopping = False
@@ -203,11 +204,13 @@ class EngineCoreServer:
     def _forget(self, client: Identity) -> None:
         """Nobody takes what is sent to this client: its requests end, too."""
         self._clients.discard(client)
+        self._num_received.pop(client, None)
         for request_id in [name for name, owner in self._owners.items() if owner == client]:
             del self._owners[request_id], self._open_choices[request_id]
             self._core.abort(request_id, None)
 
     def _add_request(self, client: Identity, request: EngineCoreRequest) -> None:
+        self._num_received[client] = self._num_received.get(client, 0) + 1
         indexes = {choice.index for choice in request.choices}
         if not indexes or request.request_id in self._owners:
             # No front end of ours sends these; an answer would end the request that runs.
@@ -228,7 +231,9 @@ class EngineCoreServer:
                 self._close_choice(output.request_id, output.index)
         stats, now = self._core.stats(), time.time()
         for client in self._clients if stats_to_all else by_client:
-            self._sockets.send(client, EngineCoreOutputs(by_client.get(client, []), stats, now))
+            num_received = self._num_received.get(client, 0)
+            outputs = by_client.get(client, [])
+            self._sockets.send(client, EngineCoreOutputs(outputs, stats, now, num_received))
 
     def _close_choice(self, request_id: str, index: int) -> None:
         choices = self._open_choices[request_id]

@@ -1,14 +1,16 @@
 """What blocking and asyncio clients share: requests that outlive the engine core that runs them.
 
-A session follows the supervisor's events. When the engine core is lost, requests wait in the
-ledger; when the next one is up, they are replayed. Whoever called sees a pause, or a typed error.
+A session follows the supervisor's events. Each request goes to one of the replicas that are up.
+When its engine core is lost, another replica that would go on with the same text takes it at once;
+where there is none it waits in the ledger for the next engine core. Whoever called sees a pause, or
+a typed error.
 """
 
 import logging
 import time
+import zlib
 from collections import deque
 
-import msgspec
 import zmq
 
 from headrace.configs.config import EngineConfig, RecoveryConfig
@@ -31,22 +33,21 @@ from headrace.engine_core.messages import (
     EngineStats,
     FromCore,
     Ready,
+    RoutingReason,
     UtilityCall,
 )
+from headrace.engine_core.replica_view import ReplicaView
+from headrace.engine_core.router import Router
 from headrace.engine_core.supervisor import SupervisorLink
 from headrace.workers.protocol import RequestFault, WorkerCall
 
 logger = logging.getLogger(__name__)
 
-# Of EngineStats: what a fresh engine core counts from 0 again.
-_COUNTERS = (
-    "step", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "accounting_errors",
-    "num_corrupted", "num_computed_prompt_tokens",
-)  # fmt: skip
+_ENDED_BY_ITSELF = ("stop", "length")
 
 
 class Session:
-    """A client's requests, its connection while an engine core is up, and why it has ended.
+    """A client's requests, its connections to engine cores that are up, and why it has ended.
 
     It waits for nothing: its client does, and hands it what has arrived.
     """
@@ -54,20 +55,64 @@ class Session:
     def __init__(self, link: SupervisorLink) -> None:
         self.link = link
         self.ledger = RequestLedger()
-        self.connection: Connection | None = None
-        self.ready: Ready | None = None
+        self.router = Router(zlib.crc32(link.client_id.encode()), has_others=link.has_others)
+        self.replicas: dict[int, ReplicaView] = {}  # that were heard of, by rank
         self.config: EngineConfig | None = None
         self.error: HeadraceError | None = None  # no engine core will come any more
         self.closed = False
-        self.num_connections = 0
+        self.num_losses = 0  # of engine cores
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._recovery = RecoveryConfig()
-        self._down: control.EngineDown | None = None
-        self._down_since = 0.0  # monotonic seconds
-        self._stats = EngineStats()  # the last ones, with those of engine cores before
-        self._before = EngineStats()  # of engine cores before
 
-    # -- to the engine core -------------------------------------------------------------------
+    # -- replicas -----------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> range:
+        """Of the replicas that there are, or will be."""
+        return range(1) if self.config is None else self.config.parallel_config.ranks
+
+    @property
+    def connections(self) -> dict[int, Connection]:
+        """Those of the replicas that are up, by rank."""
+        return {
+            rank: replica.connection
+            for rank, replica in sorted(self.replicas.items())
+            if replica.connection is not None
+        }
+
+    @property
+    def is_up(self) -> bool:
+        """Whether requests run at this moment."""
+        return any(replica.connection is not None for replica in self.replicas.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every replica is up."""
+        return all(
+            rank in self.replicas and self.replicas[rank].connection is not None
+            for rank in self.ranks
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every replica has been up, and one is."""
+        return self.is_up and all(
+            rank in self.replicas
+            and (self.replicas[rank].connection or self.replicas[rank].down) is not None
+            for rank in self.ranks
+        )
+
+    @property
+    def ready(self) -> Ready | None:
+        """Facts of the first replica that has been up, with what all of them can hold."""
+        known = [view.ready for _, view in sorted(self.replicas.items()) if view.ready is not None]
+        if not known:
+            return None
+        if len(known) > 1:
+            known[0].max_request_tokens = min(ready.max_request_tokens for ready in known)
+        return known[0]
+
+    # -- to the engine cores ------------------------------------------------------------------
 
     def check_alive(self) -> None:
         """Raise the error that ended the engine; while it restarts, it is alive."""
@@ -76,48 +121,82 @@ class Session:
         if self.error is not None:
             raise self.error
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request, or keep it until the engine core is up again."""
+    def add_request(self, request: EngineCoreRequest, rank: int | None = None) -> None:
+        """Send a request, or keep it until an engine core is up again.
+
+        `rank`: of the replica that is to run it, whatever others do; one of `ranks`.
+        """
         self.check_alive()
-        entry = self.ledger.add(request)
-        if self.connection is not None:
-            entry.was_sent = True
-            self.connection.send(request)
+        entry = self.ledger.add(request, rank)
+        self._send(entry, "pinned" if entry.is_pinned else None)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one choice of it; nothing of it comes any more."""
         self.check_alive()
+        entry = self.ledger.get(request_id)
+        if entry is None:
+            return
         self.ledger.abort(request_id, index)
-        if self.connection is not None:
-            self.connection.send(AbortRequest(request_id, index))
+        if request_id not in self.ledger:
+            self.router.forget(request_id)
+        if not entry.is_waiting and entry.rank is not None:
+            connection = self.replicas[entry.rank].connection
+            if connection is not None:
+                connection.send(AbortRequest(request_id, index))
 
     def send_call(self, call: UtilityCall | WorkerCall) -> None:
-        """Calls are not kept: what they do may not bear to be done twice."""
+        """Send a call to every replica.
+
+        Calls are not kept: what they do may not bear to be done twice.
+        """
         self.check_alive()
-        if self.connection is None:
-            raise EngineNotReadyError("the engine core is being restarted; try again in a moment")
-        self.connection.send(call)
+        if not self.is_whole:
+            raise EngineNotReadyError("an engine core is being restarted; try again in a moment")
+        if isinstance(call, UtilityCall) and call.method == "reset_prefix_cache":
+            self.router.forget_prefixes()
+        for connection in self.connections.values():
+            connection.send(call)
 
     def configure(self, config: EngineConfig, hello: control.Hello) -> None:
-        """Let the engine core begin to load."""
+        """Let the engine cores begin to load."""
+        self.config = config
         self._recovery = config.recovery_config
         self.link.channel.send(control.Configure(hello))
 
-    # -- from it, and from the supervisor -----------------------------------------------------
+    # -- from them, and from the supervisor ---------------------------------------------------
 
-    def take(self, frames: list[bytes]) -> FromCore | None:
-        """What is new in a message of the engine core; None if nothing is."""
-        assert self.connection is not None
+    def take(self, rank: int, frames: list[bytes]) -> FromCore | None:
+        """What is new in a message of a replica's engine core; None if nothing is."""
+        replica = self.replicas[rank]
+        assert replica.connection is not None
         try:
-            message = self.connection.decode(frames)
+            message = replica.connection.decode(frames)
         except EngineDeadError as error:  # of another version: nothing it says can be read
             self._end(error)
             return None
+        if message is None:
+            return None
+        message.rank = rank
         if isinstance(message, EngineCoreOutputs):
-            accepted = map(self.ledger.accept, message.outputs)
+            self.router.report(rank, message.stats.num_outstanding_tokens, message.num_received)
+            accepted = map(self._accept, message.outputs)
             message.outputs = [output for output in accepted if output is not None]
-            message.stats = self._stats = self._total(message.stats)
+            message.stats = self._with_decisions(replica, message)
         return message
+
+    def _accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        entry = self.ledger.get(output.request_id)
+        accepted = self.ledger.accept(output)
+        if entry is not None and accepted is not None:
+            limit = entry.request.sampling_params.max_tokens
+            if accepted.finish_reason in _ENDED_BY_ITSELF and limit is not None:
+                self.router.lengths.add(limit, accepted.start + len(accepted.new_token_ids))
+        return accepted
+
+    def _with_decisions(self, replica: ReplicaView, message: EngineCoreOutputs) -> EngineStats:
+        stats = replica.total(message.stats)
+        stats.routed = dict(self.router.decisions.get(replica.rank, {}))
+        return stats
 
     def take_event(self, event: control.ToClient | None) -> list[FromCore]:
         """Do what the supervisor's event asks for; what there is to hand out because of it.
@@ -141,81 +220,122 @@ class Session:
     def close(self) -> None:
         """End the engine core, if it is this program's own, and everything of this session."""
         self.closed = True
-        self._drop_connection()
+        self._drop_connections()
         self.link.close()
         self._context.term()
 
     def _end(self, error: HeadraceError) -> None:
         self.error = self.error or error
-        self._drop_connection()
+        self._drop_connections()
 
-    def _drop_connection(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
+    def _drop_connections(self) -> None:
+        for rank, replica in self.replicas.items():
+            replica.disconnect()
+            self.router.remove_replica(rank)
+
+    # -- requests and replicas ----------------------------------------------------------------
+
+    def _send(self, entry: LedgerEntry, reason: RoutingReason | None = None) -> bool:
+        """Send a request that waits to a replica that may run it; False if none is up."""
+        ranks = self._able(entry)
+        if not ranks:
+            return False
+        message = self.ledger.message(entry)
+        rank = self.router.place(message, ranks, reason)
+        connection = self.replicas[rank].connection
+        assert connection is not None
+        self.ledger.sent(entry, rank)
+        connection.send(message)
+        return True
+
+    def _able(self, entry: LedgerEntry) -> list[int]:
+        """Replicas that are up and would go on with the text of a request that waits."""
+        up = self.router.ranks
+        if entry.is_pinned:
+            return [rank for rank in up if rank == entry.rank]
+        if not entry.was_sent or entry.rank is None:
+            return up
+        lost = self.replicas[entry.rank]
+        if lost.down is None or lost.ready is None:  # it is there: `_connect` has looked at it
+            return [rank for rank in up if rank == entry.rank]
+        return [
+            rank
+            for rank in up
+            if (ready := self.replicas[rank].ready) is not None
+            and self._obstacle(entry, lost.ready, ready, lost.down) is None
+        ]
 
     def _disconnect(self, event: control.EngineDown) -> list[FromCore]:
-        """The engine core is gone: what it had sent is taken first, then requests wait."""
+        """An engine core is gone: what it had sent is taken first, then others take its requests.
+
+        Those that no other may go on with wait for the next one.
+        """
+        replica = self.replicas.setdefault(event.rank, ReplicaView(event.rank))
         taken: list[FromCore] = []
-        while self.connection is not None and (frames := self.connection.receive()) is not None:
-            message = self.take(frames)
+        while (connection := replica.connection) is not None:
+            frames = connection.receive()
+            if frames is None:
+                break
+            message = self.take(event.rank, frames)
             if message is not None:
                 taken.append(message)
-        self._drop_connection()
-        if self._down is None:
-            self._down_since = time.monotonic()
-        was_modified = event.was_modified or (self._down is not None and self._down.was_modified)
-        self._down = msgspec.structs.replace(event, was_modified=was_modified)
+        self.num_losses += replica.connection is not None
+        replica.lose(event)
+        self.router.remove_replica(event.rank)
         suspects = self.ledger.suspect(event.suspects)
-        self._before = msgspec.structs.replace(self._stats)
-        logger.debug(
-            "engine core lost (replica %d, epoch %d): %d requests wait for the next one, %d of "
-            "them were in its step: %s",
-            event.rank, event.epoch, len(self.ledger), len(suspects), event.reason,
-        )  # fmt: skip
+        self.ledger.lose(event.rank)
         outputs: list[EngineCoreOutput] = []
         if event.blamed is not None:
-            outputs += self.ledger.fail(
-                event.blamed,
-                RequestFault(
-                    EngineCrashError.code,
-                    f"the engine core crashed whenever this request ran, most recently: "
-                    f"{event.reason}. It is not run again",
-                ),
-            )
-        return [*taken, self._idle_outputs(outputs)]
+            outputs += self.ledger.fail(event.blamed, _crash_fault(event))
+        num_moved = num_waiting = 0
+        for entry in self.ledger.waiting():
+            was_sent = entry.was_sent
+            if self._send(entry, "moved"):
+                num_moved += was_sent
+            else:
+                num_waiting += 1
+        replica.count_replayed(num_moved)
+        logger.log(
+            logging.INFO if num_moved else logging.DEBUG,
+            "engine core lost (replica %d, epoch %d): %d requests moved to other replicas, %d wait "
+            "for the next one; %d were in its step: %s",
+            event.rank, event.epoch, num_moved, num_waiting, len(suspects), event.reason,
+        )  # fmt: skip
+        return [*taken, self._own_outputs(replica, outputs)]
 
     def _connect(self, event: control.EngineUp) -> list[FromCore]:
-        """An engine core is up: send it what there is to run."""
-        before, self.ready = self.ready, event.ready
-        down, self._down = self._down, None
-        self._drop_connection()
-        self.connection = Connection(
-            self._context, event.socket_path, event.epoch, self.link.client_id
-        )
-        self.num_connections += 1
+        """An engine core is up: send it what waits for it."""
+        replica = self.replicas.setdefault(event.rank, ReplicaView(event.rank))
+        before, down = replica.ready, replica.down
+        if replica.connection is not None:  # the one before is lost, whoever was told of it
+            self.num_losses += 1
+            self.ledger.lose(event.rank)
+        self.router.add_replica(event.rank, event.ready.block_size, event.ready.num_blocks)
+        replica.connect(self._context, event, self.link.client_id)
         outputs: list[EngineCoreOutput] = []
-        if down is not None and before is not None:
-            for entry in self.ledger.entries():
+        num_replayed = num_new = 0
+        for entry in self.ledger.waiting():
+            if entry.was_sent and entry.rank == event.rank and down and before:
                 fault = self._obstacle(entry, before, event.ready, down)
                 if fault is not None:
                     outputs += self.ledger.fail(entry.request.request_id, fault)
-        num_replayed = sum(entry.was_sent for entry in self.ledger.entries())
-        for request in self.ledger.replays(event.rank):
-            self.connection.send(request)
+                    continue
+        replica.down = None
+        for entry in self.ledger.waiting():
+            was_sent = entry.was_sent
+            if self._send(entry, "returned" if was_sent else None):
+                num_replayed += was_sent
+                num_new += not was_sent
         if down is None:
             return []
-        pause = time.monotonic() - self._down_since
-        self._before.num_restarts += 1
-        self._before.num_replayed_requests += num_replayed
-        self._before.recovery_s += pause
+        pause = replica.recovered(num_replayed)
         logger.info(
             "engine core recovered (replica %d, epoch %d): pause of %.2f s, %d requests replayed, "
             "%d sent for the first time, %d failed",
-            event.rank, event.epoch, pause, num_replayed, len(self.ledger) - num_replayed,
+            event.rank, event.epoch, pause, num_replayed, num_new,
             len({output.request_id for output in outputs}),
         )  # fmt: skip
-        return [self._idle_outputs(outputs)]
+        return [self._own_outputs(replica, outputs)]
 
     def _obstacle(
         self, entry: LedgerEntry, before: Ready, after: Ready, down: control.EngineDown
@@ -242,26 +362,28 @@ class Session:
             "Send the request again",
         )
 
-    def _idle_outputs(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+    def _own_outputs(
+        self, replica: ReplicaView, outputs: list[EngineCoreOutput]
+    ) -> EngineCoreOutputs:
         """Outputs of our own making, and the statistics of an engine core that runs nothing."""
-        self._stats = msgspec.structs.replace(
-            self._total(EngineStats()),
-            num_waiting=sum(len(entry.open) for entry in self.ledger.entries()),
-            num_free_blocks=self._stats.num_blocks,
-            num_blocks=self._stats.num_blocks,
+        num_waiting = sum(
+            len(entry.open)
+            for entry in self.ledger.entries()
+            if entry.rank == replica.rank or (entry.rank is None and entry.is_waiting)
         )
-        return EngineCoreOutputs(outputs, self._stats, time.time())
+        message = EngineCoreOutputs(
+            outputs, replica.idle(num_waiting), time.time(), rank=replica.rank
+        )
+        message.stats.routed = dict(self.router.decisions.get(replica.rank, {}))
+        return message
 
-    def _total(self, stats: EngineStats) -> EngineStats:
-        """Counters since the start of this client; changes `stats`."""
-        before = self._before
-        if before.num_restarts or self._down is not None:
-            for name in _COUNTERS:
-                setattr(stats, name, getattr(stats, name) + getattr(before, name))
-        stats.num_restarts = before.num_restarts
-        stats.num_replayed_requests = before.num_replayed_requests
-        stats.recovery_s = before.recovery_s
-        return stats
+
+def _crash_fault(event: control.EngineDown) -> RequestFault:
+    return RequestFault(
+        EngineCrashError.code,
+        f"the engine core crashed whenever this request ran, most recently: {event.reason}. It is "
+        "not run again",
+    )
 
 
 def events_of(link: SupervisorLink) -> deque[control.ToClient | None]:

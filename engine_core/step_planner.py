@@ -63,6 +63,18 @@ class StepPlanner:
     def num_running(self) -> int:
         return len(self._running) + (self._alone is not None)
 
+    def num_wanted_tokens(self) -> int:
+        """Tokens that are known and not computed: prompts, mostly. O(running)."""
+        alone = [] if self._alone is None else [self._alone]
+        return (
+            sum(
+                max(0, len(choice.token_ids) - choice.num_computed_tokens)
+                for choice in (*self._running, *alone)
+            )
+            + self._queue.num_wanted_tokens
+            + self._suspects.num_wanted_tokens
+        )
+
     def enqueue(self, choice: Choice) -> None:
         """Let a waiting choice run when its turn comes."""
         if choice.runs_alone_until:

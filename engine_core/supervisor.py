@@ -5,6 +5,7 @@ neither torch nor HTTP. Clients hold the state of their requests and replay them
 knows no request, but for the ids of those that were in a step when an engine core died.
 """
 
+import dataclasses
 import heapq
 import itertools
 import logging
@@ -18,8 +19,9 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from headrace.configs.config import RecoveryConfig
+from headrace.configs.config import EngineConfig, RecoveryConfig
 from headrace.configs.errors import ConfigurationError
+from headrace.configs.hardware import cpu_facts
 from headrace.engine_core import control_messages as control
 from headrace.engine_core.core_process import EngineCoreProcess
 from headrace.engine_core.deaths import Cause, OutOfMemoryKills, cause_of
@@ -107,7 +109,9 @@ class Supervisor:
             channel.send(control.Configured(self._hello.config))
         for replica in self._replicas:
             if replica.process is not None and replica.process.ready is not None:
-                channel.send(_up(replica.process))
+                channel.send(_up(replica, replica.process))
+            elif replica.was_up:
+                channel.send(control.EngineDown(replica.rank, replica.epoch, "it was lost before"))
         if self.fault is not None:
             channel.send(control.GaveUp(self.fault))
         return theirs
@@ -155,15 +159,26 @@ class Supervisor:
     def _configure(self, hello: control.Hello) -> None:
         if self._hello is not None:
             return
+        parallel = hello.config.parallel_config
+        if parallel.data_parallel_size_local > 1:  # before any of them takes some
+            memory = cpu_facts().memory_available
+            hello.config = _with_parallel(hello.config, memory_available=memory)
         self._hello = hello
         self._recovery = hello.config.recovery_config
         self.tell_clients(control.Configured(hello.config))
-        for rank in range(1, hello.config.parallel_config.data_parallel_size):
+        first = self._replicas[0]
+        first.rank = parallel.data_parallel_start_rank
+        if first.process is not None:
+            first.process.channel.send(self._hello_of(first))
+        for rank in parallel.ranks[1:]:
             self._replicas.append(Replica(rank))
             self._spawn(self._replicas[-1])
-        for replica in self._replicas:
-            if replica.process is not None:
-                replica.process.channel.send(hello)
+
+    def _hello_of(self, replica: Replica) -> control.Hello:
+        """What the engine core of a replica is told."""
+        assert self._hello is not None
+        config = _with_parallel(self._hello.config, data_parallel_rank=replica.rank)
+        return msgspec.structs.replace(self._hello, config=config)
 
     # -- engine cores -------------------------------------------------------------------------
 
@@ -181,7 +196,7 @@ class Supervisor:
             process.sentinel, selectors.EVENT_READ, lambda: self._lose(replica, process)
         )
         if self._hello is not None:
-            process.channel.send(self._hello)
+            process.channel.send(self._hello_of(replica))
 
     def _hear_core(self, replica: Replica, process: EngineCoreProcess) -> None:
         message = process.channel.receive()
@@ -210,7 +225,7 @@ class Supervisor:
             )  # fmt: skip
         replica.lost_since = None
         replica.was_up = True
-        self.tell_clients(_up(process))
+        self.tell_clients(_up(replica, process))
 
     def _lose(self, replica: Replica, process: EngineCoreProcess) -> None:
         """A process has ended: say so, and start the next one."""
@@ -406,17 +421,28 @@ class Supervisor:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), action))
 
 
-def _up(process: EngineCoreProcess) -> control.EngineUp:
+def _up(replica: Replica, process: EngineCoreProcess) -> control.EngineUp:
     assert process.ready is not None
-    return control.EngineUp(process.rank, process.epoch, str(process.socket_path), process.ready)
+    return control.EngineUp(replica.rank, process.epoch, str(process.socket_path), process.ready)
+
+
+def _with_parallel(config: EngineConfig, **changes: int) -> EngineConfig:
+    parallel = dataclasses.replace(config.parallel_config, **changes)
+    return dataclasses.replace(config, parallel_config=parallel)
 
 
 class SupervisorLink:
     """A client's way to the supervisor: its channel, and the name that engine cores know it by."""
 
-    def __init__(self, client_id: str, connection: Connection, started: float) -> None:
-        """`started`: when the first engine core was, seconds since the epoch."""
+    def __init__(
+        self, client_id: str, connection: Connection, started: float, has_others: bool = False
+    ) -> None:
+        """`started`: when the first engine core was, seconds since the epoch.
+
+        `has_others`: whether it is one of several clients of the same engine cores.
+        """
         self.client_id = client_id
+        self.has_others = has_others
         self.started = started
         self.channel: control.Channel[control.ToClient] = control.Channel(
             connection, control.ToClient

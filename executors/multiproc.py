@@ -111,6 +111,8 @@ class MultiprocExecutor(RemoteExecutor):
                 rank=worker.rank,
                 local_rank=worker.rank,
                 local_size=parallel.world_size,
+                machine_rank=parallel.local_worker(worker.rank),
+                machine_size=parallel.num_local_workers,
                 store=f"/proc/self/fd/{self._store}",
                 shared_memory=f"/proc/self/fd/{memory}",
                 answers=worker.rank == self._output_rank,

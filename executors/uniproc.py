@@ -27,7 +27,11 @@ class UniprocExecutor:
         on_death: Callable[[], None],
         lifeline: int | None = None,
     ) -> None:
-        self._host = WorkerHost(config, WorkerSetup(), allows_callables)
+        parallel = config.parallel_config
+        setup = WorkerSetup(
+            machine_rank=parallel.local_worker(0), machine_size=parallel.num_local_workers
+        )
+        self._host = WorkerHost(config, setup, allows_callables)
         self._steps: deque[SchedulerOutput] = deque()
 
     def start(self, progress: Callable[[str], None]) -> WorkerInfo:

@@ -110,6 +110,7 @@ class AsyncEngine(EngineAttributes):
             renderer,
             StatLoggers.of(self.config, self._given_loggers),
             self._logs_requests(),
+            self._client.num_blocks,
         )
         self.state = "ready"
 
@@ -138,23 +139,34 @@ class AsyncEngine(EngineAttributes):
         request_id: str,
         *,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, shaped by `params.output_kind`; `request_id` is only a label.
 
         Raises InvalidRequestError at admission, RequestFailedError or EngineDeadError later.
         Closing the iterator early, or cancelling its consumer, aborts the request. A `priority` is
-        ignored where the scheduling policy does not know it.
+        ignored where the scheduling policy does not know it. `data_parallel_rank`: of the replica
+        that is to run it, whatever others do.
         """
-        stream = self.submit(prompt, params, request_id, priority=priority)
+        stream = self.submit(
+            prompt, params, request_id, priority=priority, data_parallel_rank=data_parallel_rank
+        )
         async with aclosing(self.follow(stream)) as outputs:
             async for output in outputs:
                 yield output
 
     def submit(
-        self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: RenderedPrompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> OutputStream:
         """Send a request; its outputs are in the stream, whether somebody reads them or not."""
         client = self._require_ready()
+        self.front_end.check_rank(data_parallel_rank)
         request = self.front_end.admit(
             prompt, params, request_id, priority=priority, ignores_unused_priority=True
         )
@@ -163,7 +175,7 @@ class AsyncEngine(EngineAttributes):
         )
         self._streams[request.request_id] = stream
         try:
-            client.add_request(request)
+            client.add_request(request, data_parallel_rank)
         except BaseException:
             self._release(request.request_id)
             raise
@@ -279,7 +291,7 @@ class AsyncEngine(EngineAttributes):
         return len(self.front_end) if self.state == "ready" else 0
 
     async def call(self, method: str) -> Any:
-        """Run a utility of the engine core (`EngineCore.UTILITIES`)."""
+        """Run a utility of every engine core (`EngineCore.UTILITIES`)."""
         return await self._require_ready().call(method)
 
     async def collective_rpc(
@@ -294,7 +306,7 @@ class AsyncEngine(EngineAttributes):
 
     @property
     def is_up(self) -> bool:
-        """Whether the engine core is there now; while it is restarted, requests wait."""
+        """Whether an engine core is there now; while there is none, requests wait."""
         return self.state == "ready" and self._client is not None and self._client.is_up
 
     def check_health(self) -> None:

@@ -204,15 +204,17 @@ class AsyncLLMEngine(EngineAttributes):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Send a request and return the generator of its outputs.
 
-        A dead engine, a priority without that policy, and an id that is in use are errors at once;
-        what is wrong with the request itself is raised by the generator.
+        A dead engine, a priority without that policy, a replica that there is not, and an id that
+        is in use are errors at once; what is wrong with the request itself is raised by the
+        generator. `data_parallel_rank`: of the replica that is to run it, whatever others do.
         """
         self._require_running()
         self.front_end.check_priority(priority)
-        if data_parallel_rank is not None:
+        if data_parallel_rank is not None and self.parallel_config.data_parallel_size == 1:
             raise ValueError(
                 f"data_parallel_rank {data_parallel_rank} needs data parallelism, there is none"
             )
+        self.front_end.check_rank(data_parallel_rank)
         self.front_end.check_unused(request_id)
         refuse_given(
             lora_request=(lora_request, LORA),
@@ -225,7 +227,13 @@ class AsyncLLMEngine(EngineAttributes):
             if arrival_time is not None:
                 rendered = replace(rendered, arrival_time=arrival_time)
             self.front_end.check_unused(request_id)  # once more: time has passed
-            stream = self.engine.submit(rendered, params, request_id, priority=priority)
+            stream = self.engine.submit(
+                rendered,
+                params,
+                request_id,
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+            )
         except (ValueError, TypeError) as error:
             return _raising(error)
         return self._outputs(self.engine.follow(stream))

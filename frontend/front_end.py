@@ -6,7 +6,7 @@ requests. It talks to no engine core: its owner sends what it makes and brings w
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from headrace.frontend.tokenizers.tokenizer import TokenizerFacts
 
 logger = logging.getLogger(__name__)
 
+_SUMMED = tuple(name for name in EngineStats.__struct_fields__ if name != "routed")
 _DERIVED = ("output_text_buffer_length",)  # parameters that others determine
 
 
@@ -42,11 +43,19 @@ class FrontEnd:
         renderer: Renderer,
         stat_loggers: StatLoggers,
         log_requests: bool = False,
+        num_blocks: Mapping[int, int] | None = None,
     ) -> None:
+        """`num_blocks`: of each replica, by rank; None: those of `ready`, of the only one."""
         self.config = config
         self.stat_loggers = stat_loggers
         self.log_requests = log_requests
-        self.stats = EngineStats(num_free_blocks=ready.num_blocks, num_blocks=ready.num_blocks)
+        if num_blocks is None:
+            num_blocks = {config.parallel_config.data_parallel_start_rank: ready.num_blocks}
+        self._replicas = {
+            rank: EngineStats(num_free_blocks=count, num_blocks=count)
+            for rank, count in num_blocks.items()
+        }
+        self.stats = total_stats(list(self._replicas.values()))
         # Longest prompt that leaves room for one output token, in the window and in the KV cache.
         self.max_prompt_tokens = (
             min(config.model_config.max_model_len, ready.max_request_tokens) - 1
@@ -85,6 +94,15 @@ class FrontEnd:
             raise ValueError(
                 f"priority {priority} needs scheduling_policy='priority', this engine has "
                 f"{policy!r}"
+            )
+
+    def check_rank(self, rank: int | None) -> None:
+        """InvalidRequestError for a replica that is not one of this engine's."""
+        ranks = self.config.parallel_config.ranks
+        if rank is not None and rank not in ranks:
+            raise InvalidRequestError(
+                f"data_parallel_rank {rank} is out of range [{ranks.start}, {ranks.stop})",
+                "data_parallel_rank",
             )
 
     def check_unused(self, label: str) -> None:
@@ -145,10 +163,11 @@ class FrontEnd:
 
     def process(self, message: EngineCoreOutputs) -> dict[str, Processed]:
         """Take what one step produced; results by (internal) request id."""
-        self.stats = message.stats
+        self._replicas[message.rank] = message.stats
+        self.stats = total_stats(list(self._replicas.values()))
         self._last_step_time = time.monotonic()
         step = self._processor.process(message)
-        self.stat_loggers.record(message.stats, step.iteration)
+        self.stat_loggers.record(message.stats, step.iteration, message.rank)
         for request_id, result in step.results.items():
             if result.failure is not None:
                 self._forget(request_id, f"failed ({result.failure.code})")
@@ -171,9 +190,10 @@ class FrontEnd:
         self._processor.tokenizer = self._admission.tokenizer = ours
 
     def log_stats(self) -> None:
-        """Hand out a record of now, outside of any step."""
-        step = self._processor.process(EngineCoreOutputs([], self.stats, time.time()))
-        self.stat_loggers.record(self.stats, step.iteration)
+        """Hand out a record of now for each replica, outside of any step."""
+        for rank, stats in sorted(self._replicas.items()):
+            step = self._processor.process(EngineCoreOutputs([], stats, time.time()))
+            self.stat_loggers.record(stats, step.iteration, rank)
 
     def drop_all(self) -> None:
         """Forget every request: the engine core that ran them is gone."""
@@ -202,6 +222,17 @@ class FrontEnd:
         if self.log_requests:
             logger.info("%s request %s (%s)", how, request_id, label)
         return True
+
+
+def total_stats(replicas: Sequence[EngineStats]) -> EngineStats:
+    """The statistics of all replicas together; those of the only one are given back as they are."""
+    if len(replicas) == 1:
+        return replicas[0]
+    total = EngineStats()
+    for stats in replicas:
+        for name in _SUMMED:
+            setattr(total, name, getattr(total, name) + getattr(stats, name))
+    return total
 
 
 def describe(params: SamplingParams) -> str:

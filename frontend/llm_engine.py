@@ -19,6 +19,7 @@ from headrace.configs.config import (
 from headrace.configs.engine_args import EngineArgs, UsageContext
 from headrace.configs.errors import EngineDeadError, HeadraceError
 from headrace.configs.sampling_params import SamplingParams
+from headrace.engine_core.client import InprocClient
 from headrace.engine_core.messages import EngineCoreOutputs
 from headrace.engine_core.supervisor import SupervisorThread
 from headrace.frontend.admission import RenderedPrompt
@@ -86,7 +87,10 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
             supervisor = spawn(backend=self.config.parallel_config.distributed_executor_backend)
         renderer, self._client = start_blocking(self.config, supervisor, self.report)
         self._finalizer = weakref.finalize(self, self._client.close)
-        self.front_end = FrontEnd(self.config, self._client.ready, renderer, loggers)
+        num_blocks = None if isinstance(self._client, InprocClient) else self._client.num_blocks
+        self.front_end = FrontEnd(
+            self.config, self._client.ready, renderer, loggers, num_blocks=num_blocks
+        )
         self._outputs: list[RequestOutput] = []
         self._failures: deque[tuple[str, HeadraceError]] = deque()  # with the request's label
 
@@ -357,7 +361,8 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
     ) -> list[Any]:
         """Run a worker's method, or a callable that gets the worker first, on every worker.
 
-        It runs between two steps; one result per worker. An exception there is raised here.
+        It runs between two steps; one result per worker, and of several replicas those of each one
+        after the other, in order of rank. An exception there is raised here.
         TimeoutError after `timeout` seconds; the call itself, and the engine, go on then.
         """
         return self._client.call_workers(method, args, kwargs, timeout)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -18,12 +18,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from headrace.configs.config import EngineConfig
-from headrace.engine_core.messages import EngineStats
+from headrace.engine_core.messages import ROUTING_REASONS, EngineStats
 from headrace.frontend.stats import FinishedRequest, StatLoggerBase, Stats
 
 PREFIX = "headrace:"
 LABELS = ("model_name", "engine")
-ENGINE_RANK = "0"
 MODEL_SETTINGS = ("dtype", "quantization", "max_model_len")
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
@@ -47,6 +46,10 @@ GAUGES = {  # name -> (field of EngineStats, help)
     "num_free_blocks": ("num_free_blocks", "KV-cache blocks that can be handed out"),
     "num_blocks": ("num_blocks", "KV-cache blocks"),
     "num_engine_requests": ("num_requests", "entries in the engine core's request table"),
+    "outstanding_tokens": (
+        "num_outstanding_tokens",
+        "prompt tokens to compute and output tokens expected, of several replicas",
+    ),
 }
 ENGINE_COUNTERS = {  # name -> (field of EngineStats, help)
     "engine_steps": ("step", "steps of the engine core"),
@@ -155,125 +158,165 @@ class RequestHistograms:
             self.observe("request_time_per_output_token_seconds", per_token)
 
 
+class _Replica:
+    """What is counted of one data-parallel replica."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.engine = EngineStats()
+        self.engine_totals: dict[str, float] = dict.fromkeys(ENGINE_COUNTERS, 0)
+        self.routed: dict[str, int] = dict.fromkeys(ROUTING_REASONS, 0)
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generation_tokens = 0
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.histograms = RequestHistograms(max_model_len)
+
+    def add(self, stats: Stats) -> None:
+        """Requests and tokens in a record count once, here and nowhere else."""
+        self._add_engine(stats.engine)
+        iteration = stats.iteration
+        self.num_prompt_tokens += iteration.num_prompt_tokens
+        self.num_cached_tokens += iteration.num_cached_tokens
+        self.num_generation_tokens += iteration.num_generation_tokens
+        self.histograms.add_step(stats)
+        for request in iteration.finished:
+            for reason in request.finish_reasons:
+                self.finished[reason] = self.finished.get(reason, 0) + 1
+            self.histograms.add_finished(request)
+
+    def _add_engine(self, engine: EngineStats) -> None:
+        """Counters of the core only grow here: a restarted core counts from zero."""
+        for name, (field, _) in ENGINE_COUNTERS.items():
+            new, old = getattr(engine, field), getattr(self.engine, field)
+            self.engine_totals[name] += new - old if new >= old else new
+        self.routed.update(engine.routed)
+        self.engine = engine
+
+
+Labelled = Mapping[tuple[str, ...], float]  # values by their labels beside model and engine
+
+
 class PrometheusStatLogger(StatLoggerBase):
     """Keeps the engine's metrics and registers them; `registry` holds nothing of other engines."""
 
     def __init__(self, config: EngineConfig, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._config = config
-        self._labels = (config.model_config.served_model_name, ENGINE_RANK)
         self._created = time.time()
-        self._engine = EngineStats()
-        self._engine_totals = dict.fromkeys(ENGINE_COUNTERS, 0)
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_generation_tokens = 0
-        self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._histograms = RequestHistograms(config.model_config.max_model_len)
+        # By rank; the label is the rank among all replicas, those of other servers included.
+        self._replicas = {
+            rank: _Replica(config.model_config.max_model_len)
+            for rank in config.parallel_config.ranks
+        }
         self.registry.register(_Families(self))
 
     def log(self, stats: Stats) -> None:
-        """Take one record; requests and tokens in it count once, here and nowhere else."""
-        self._add_engine(stats.engine)
-        iteration = stats.iteration
-        self._num_prompt_tokens += iteration.num_prompt_tokens
-        self._num_cached_tokens += iteration.num_cached_tokens
-        self._num_generation_tokens += iteration.num_generation_tokens
-        self._histograms.add_step(stats)
-        for request in iteration.finished:
-            for reason in request.finish_reasons:
-                self._finished[reason] = self._finished.get(reason, 0) + 1
-            self._histograms.add_finished(request)
-
-    def _add_engine(self, engine: EngineStats) -> None:
-        """Counters of the core only grow here: a restarted core counts from zero."""
-        for name, (field, _) in ENGINE_COUNTERS.items():
-            new, old = getattr(engine, field), getattr(self._engine, field)
-            self._engine_totals[name] += new - old if new >= old else new
-        self._engine = engine
+        """Take one record."""
+        replica = self._replicas.get(stats.engine_rank)
+        if replica is not None:
+            replica.add(stats)
 
     def collect(self) -> Iterator[Metric]:
         """All families, with every series there can be."""
         yield from self._gauges()
         yield from self._counters()
-        for name, (help, histogram) in self._histograms.by_name.items():
+        first = next(iter(self._replicas.values()))
+        for name, (help, _) in first.histograms.by_name.items():
             family = HistogramMetricFamily(PREFIX + name, help, labels=LABELS)
-            family.add_metric(self._labels, histogram.cumulative(), histogram.sum)
+            for rank, replica in self._replicas.items():
+                histogram = replica.histograms.by_name[name][1]
+                family.add_metric(self._labels(rank), histogram.cumulative(), histogram.sum)
             yield family
+
+    def _labels(self, rank: int) -> tuple[str, str]:
+        return (self._config.model_config.served_model_name, str(rank))
 
     def _gauges(self) -> Iterator[Metric]:
         for name, (field, help) in GAUGES.items():
-            yield self._gauge(name, help, getattr(self._engine, field))
-        total = self._engine.num_blocks
-        usage = 1.0 - self._engine.num_free_blocks / total if total else 0.0
-        yield self._gauge("kv_cache_usage_perc", "share of KV-cache blocks in use, 0 to 1", usage)
-        waiting = GaugeMetricFamily(
-            PREFIX + "num_requests_waiting_by_reason",
+            yield self._gauge(name, help, lambda r, field=field: {(): getattr(r.engine, field)})
+        help = "share of KV-cache blocks in use, 0 to 1"
+        yield self._gauge("kv_cache_usage_perc", help, lambda r: {(): _usage(r.engine)})
+        yield self._gauge(
+            "num_requests_waiting_by_reason",
             "sequences waiting to run, by what they wait for",
-            labels=(*LABELS, "reason"),
+            lambda r: {("capacity",): r.engine.num_waiting, ("deferred",): 0},
+            "reason",
         )
-        waiting.add_metric((*self._labels, "capacity"), self._engine.num_waiting)
-        waiting.add_metric((*self._labels, "deferred"), 0)
-        yield waiting
         yield self._cache_config_info()
         yield self._model_config_info()
 
     def _cache_config_info(self) -> Metric:
         """A constant 1 whose labels are the settings of the KV cache."""
         settings = dataclasses.asdict(self._config.cache_config)
-        settings["num_gpu_blocks"] = self._engine.num_blocks
-        settings["kv_cache_size_tokens"] = self._engine.num_blocks * settings["block_size"]
-        labels = {name: str(value) for name, value in settings.items()}
+        names = [*settings, "num_gpu_blocks", "kv_cache_size_tokens"]
         family = GaugeMetricFamily(
-            PREFIX + "cache_config_info", "settings of the KV cache", labels=("engine", *labels)
+            PREFIX + "cache_config_info", "settings of the KV cache", labels=("engine", *names)
         )
-        family.add_metric((ENGINE_RANK, *labels.values()), 1)
+        for rank, replica in self._replicas.items():
+            settings["num_gpu_blocks"] = replica.engine.num_blocks
+            settings["kv_cache_size_tokens"] = replica.engine.num_blocks * settings["block_size"]
+            family.add_metric((str(rank), *(str(settings[name]) for name in names)), 1)
         return family
 
     def _model_config_info(self) -> Metric:
         """A constant 1 whose labels say how the model is computed."""
         model = self._config.model_config
-        labels = {name: str(getattr(model, name)) for name in MODEL_SETTINGS}
-        family = GaugeMetricFamily(
-            PREFIX + "model_config_info", "how the model is computed", labels=(*LABELS, *labels)
-        )
-        family.add_metric((*self._labels, *labels.values()), 1)
-        return family
+        values = tuple(str(getattr(model, name)) for name in MODEL_SETTINGS)
+        help = "how the model is computed"
+        return self._gauge("model_config_info", help, lambda r: {values: 1}, *MODEL_SETTINGS)
 
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=LABELS)
-        family.add_metric(self._labels, value)
+    def _gauge(
+        self, name: str, help: str, read: Callable[[_Replica], Labelled], *labels: str
+    ) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=(*LABELS, *labels))
+        for rank, replica in self._replicas.items():
+            for extra, value in read(replica).items():
+                family.add_metric((*self._labels(rank), *extra), value)
         return family
 
     def _counters(self) -> Iterator[Metric]:
         for name, (_, help) in ENGINE_COUNTERS.items():
-            yield self._counter(name, help, {(): self._engine_totals[name]})
-        prompt, cached = self._num_prompt_tokens, self._num_cached_tokens
-        yield self._counter("prompt_tokens", "prompt tokens that were prefilled", {(): prompt})
-        yield self._counter("prompt_tokens_cached", "prompt tokens from a cache", {(): cached})
-        by_source: dict[tuple[str, ...], int] = {
-            ("local_compute",): prompt - cached,
-            ("local_cache_hit",): cached,
-            ("external_kv_transfer",): 0,
-        }
+            yield self._counter(name, help, lambda r, name=name: {(): r.engine_totals[name]})
+        help = "requests that this front end sent there, by why it did"
         yield self._counter(
-            "prompt_tokens_by_source", "prompt tokens, by where they came from", by_source, "source"
+            "routed_requests", help, lambda r: {(k,): v for k, v in r.routed.items()}, "reason"
         )
-        generated: dict[tuple[str, ...], int] = {(): self._num_generation_tokens}
-        yield self._counter("generation_tokens", "generated tokens", generated)
-        finished: dict[tuple[str, ...], int] = {
-            (reason,): count for reason, count in self._finished.items()
-        }
+        help = "prompt tokens that were prefilled"
+        yield self._counter("prompt_tokens", help, lambda r: {(): r.num_prompt_tokens})
+        help = "prompt tokens from a cache"
+        yield self._counter("prompt_tokens_cached", help, lambda r: {(): r.num_cached_tokens})
+        help = "prompt tokens, by where they came from"
+        yield self._counter("prompt_tokens_by_source", help, _by_source, "source")
+        help = "generated tokens"
+        yield self._counter("generation_tokens", help, lambda r: {(): r.num_generation_tokens})
         help = "sequences that ended, by reason"
-        yield self._counter("request_success", help, finished, "finished_reason")
+        yield self._counter(
+            "request_success",
+            help,
+            lambda r: {(k,): v for k, v in r.finished.items()},
+            "finished_reason",
+        )
 
     def _counter(
-        self, name: str, help: str, values: Mapping[tuple[str, ...], int], *labels: str
+        self, name: str, help: str, read: Callable[[_Replica], Labelled], *labels: str
     ) -> Metric:
         family = CounterMetricFamily(PREFIX + name, help, labels=(*LABELS, *labels))
-        for extra, value in values.items():
-            family.add_metric((*self._labels, *extra), value, created=self._created)
+        for rank, replica in self._replicas.items():
+            for extra, value in read(replica).items():
+                family.add_metric((*self._labels(rank), *extra), value, created=self._created)
         return family
+
+
+def _usage(engine: EngineStats) -> float:
+    return 1.0 - engine.num_free_blocks / engine.num_blocks if engine.num_blocks else 0.0
+
+
+def _by_source(replica: _Replica) -> Labelled:
+    return {
+        ("local_compute",): replica.num_prompt_tokens - replica.num_cached_tokens,
+        ("local_cache_hit",): replica.num_cached_tokens,
+        ("external_kv_transfer",): 0,
+    }
 
 
 class _Families(Collector):

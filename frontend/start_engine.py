@@ -88,6 +88,11 @@ def start_blocking(
     Raises the HeadraceError that says why it cannot start; everything started has ended then.
     """
     if supervisor is None:
+        if config.parallel_config.data_parallel_size_local > 1:
+            raise ConfigurationError(
+                f"{environment.MULTIPROCESSING.name}=0 runs one engine core, in this process; "
+                f"data_parallel_size {config.parallel_config.data_parallel_size} needs processes"
+            )
         began = time.time()
         renderer = load_renderer(config, report)
         inproc = InprocClient(config, log_phase)

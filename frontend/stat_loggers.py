@@ -16,7 +16,7 @@ class StatLoggers:
         """`by_name` None: statistics are disabled."""
         self._by_name = by_name
         self._has_failed: set[str] = set()
-        self._num_preemptions = 0
+        self._num_preemptions: dict[int, int] = {}  # by rank
 
     @classmethod
     def of(cls, config: EngineConfig, given: dict[str, StatLoggerBase] | None) -> "StatLoggers":
@@ -45,13 +45,17 @@ class StatLoggers:
         del loggers[name]
         self._has_failed.discard(name)
 
-    def record(self, engine: EngineStats, iteration: IterationStats) -> None:
-        """Hand one record to every logger; one that raises is named in the log once."""
+    def record(self, engine: EngineStats, iteration: IterationStats, rank: int = 0) -> None:
+        """Hand a record of one replica to every logger.
+
+        One that raises is named in the log once.
+        """
         if not self._by_name:
             return
-        num_new_preemptions = max(0, engine.num_preemptions - self._num_preemptions)
-        self._num_preemptions = engine.num_preemptions
-        stats = make_stats(engine, iteration, num_new_preemptions)
+        before = self._num_preemptions.get(rank, 0)
+        self._num_preemptions[rank] = engine.num_preemptions
+        num_new_preemptions = max(0, engine.num_preemptions - before)
+        stats = make_stats(engine, iteration, num_new_preemptions, rank)
         for name, stat_logger in list(self._by_name.items()):
             try:
                 stat_logger.log(stats)

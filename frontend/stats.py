@@ -73,6 +73,7 @@ class Stats:
     running_lora_adapters: list[str] = field(default_factory=list)
     waiting_lora_adapters: list[str] = field(default_factory=list)
     max_lora: str = "0"
+    engine_rank: int = 0  # of the data-parallel replica that all this is about
     engine: EngineStats = field(default_factory=EngineStats)
     iteration: IterationStats = field(default_factory=IterationStats)
 
@@ -85,8 +86,10 @@ class StatLoggerBase(ABC):
         """Take one record. What it raises is logged once and never ends a request."""
 
 
-def make_stats(engine: EngineStats, iteration: IterationStats, num_new_preemptions: int) -> Stats:
-    """The public record of one step."""
+def make_stats(
+    engine: EngineStats, iteration: IterationStats, num_new_preemptions: int, rank: int = 0
+) -> Stats:
+    """The public record of one step of a replica."""
     used = 1.0 - engine.num_free_blocks / engine.num_blocks if engine.num_blocks else 0.0
     stats = Stats(
         now=iteration.now,
@@ -100,6 +103,7 @@ def make_stats(engine: EngineStats, iteration: IterationStats, num_new_preemptio
         time_to_first_tokens_iter=iteration.time_to_first_tokens,
         time_per_output_tokens_iter=iteration.inter_token_latencies,
         num_preemption_iter=num_new_preemptions,
+        engine_rank=rank,
         engine=engine,
         iteration=iteration,
     )

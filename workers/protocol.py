@@ -80,7 +80,8 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 class WorkerSetup(msgspec.Struct, frozen=True):
     """Which of a replica's workers one is, and where it meets the others.
 
-    `store`: what they meet at ("" if there is only one worker): the path of a file store,
+    `machine_rank` and `machine_size` count the workers of all replicas on this machine. `store`:
+    what they meet at ("" if there is only one worker): the path of a file store,
     "tcp://HOST:PORT" of a TCP store, or "env://" as torchrun says. `store_fd`: the socket that this
     worker is to serve the TCP store on, or -1. `shared_memory`: path of a file in memory that the
     shards of its stage share; "" if they are to find out themselves whether they can have one.
@@ -89,8 +90,10 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """
 
     rank: int = 0
-    local_rank: int = 0  # among the workers on this machine
+    local_rank: int = 0  # among the replica's workers on this machine
     local_size: int = 1
+    machine_rank: int = 0
+    machine_size: int = 1
     store: str = ""
     store_fd: int = -1
     shared_memory: str = ""

@@ -79,8 +79,10 @@ class Worker(RemoteCalls):
         Threads of the pool take the flag over from the thread that starts them, so it is set before
         any computation. Workers on one machine divide its cores. Then the worker meets the others.
         """
-        self._facts = cpu_facts().shared(self.setup.local_rank, self.setup.local_size)
-        if self.setup.local_size > 1:
+        memory = self.config.parallel_config.memory_available
+        setup = self.setup
+        self._facts = cpu_facts().shared(setup.machine_rank, setup.machine_size, memory)
+        if setup.machine_size > 1:
             os.sched_setaffinity(0, self._facts.allowed_cpus)
         torch.set_flush_denormal(True)
         torch.set_num_threads(self._facts.num_threads)

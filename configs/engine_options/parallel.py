@@ -31,13 +31,28 @@ class ParallelOptions:
     pp_layer_partition: str | None = _option(
         None, "layers of each stage, as 14,16; default: as even as can be"
     )
-    data_parallel_size: int = _later(1, "number of replicas", flags=["-dp"], minimum=1)
-    data_parallel_rank: int | None = _later(
-        None, "rank of this replica behind a load balancer of yours", flags=["-dpn"]
+    data_parallel_size: int = _option(
+        1, "number of replicas of the model, in all; requests are spread over those of this server",
+        flags=["-dp"], minimum=1,
+    )  # fmt: skip
+    data_parallel_rank: int | None = _option(
+        None, "run the one replica of this rank, behind a load balancer of yours (external mode)",
+        flags=["-dpn"], minimum=0,
+    )  # fmt: skip
+    data_parallel_size_local: int | None = _option(
+        None, "number of replicas of this server; default: all, or 1 in external mode",
+        flags=["-dpl"], minimum=0,
+    )  # fmt: skip
+    data_parallel_start_rank: int | None = _option(
+        None, "rank of the first replica of this server (hybrid mode)", flags=["-dpr"], minimum=0
     )
-    data_parallel_size_local: int | None = _later(
-        None, "number of replicas on this machine", flags=["-dpl"]
+    data_parallel_external_lb: bool = _option(
+        False, "external mode: one replica in each server, needs its rank", flags=["-dpe"]
     )
+    data_parallel_hybrid_lb: bool = _option(
+        False, "hybrid mode: some of the replicas in each server, which spreads over its own",
+        flags=["-dph"],
+    )  # fmt: skip
     data_parallel_address: str | None = _later(None, "address of the first machine", flags=["-dpa"])
     data_parallel_rpc_port: int | None = _later(
         None, "port for replicas on other machines", flags=["-dpp"]

@@ -47,8 +47,8 @@ _BY_PURPOSE: dict[str, tuple[str, ...]] = {
         "data-parallel-supervisor-port",
         "dp-supervisor-probe-interval-s", "dp-supervisor-probe-timeout-s",
         "dp-supervisor-probe-failure-threshold", "prefill-context-parallel-size",
-        "decode-context-parallel-size", "data-parallel-start-rank", "data-parallel-external-lb",
-        "data-parallel-hybrid-lb", "data-parallel-multi-port-external-lb", "dp-sync-interval",
+        "decode-context-parallel-size", "data-parallel-multi-port-external-lb",
+        "dp-sync-interval",
         "device-ids", "numa-bind", "numa-bind-nodes", "numa-bind-cpus",
         "distributed-timeout-seconds", "cpu-distributed-timeout-seconds", "enable-dbo",
         "dbo-decode-token-threshold", "dbo-prefill-token-threshold", "ubatch-size",
@@ -89,8 +89,7 @@ _BY_PURPOSE: dict[str, tuple[str, ...]] = {
 
 _SHORT_FLAGS = {
     "-pcp": "several processes or machines", "-dcp": "several processes or machines",
-    "-dpr": "several processes or machines", "-dph": "several processes or machines",
-    "-dpe": "several processes or machines", "-dpm": "several processes or machines",
+    "-dpm": "several processes or machines",
     "-dc": "APIs of other vendors",
 }  # fmt: skip
 

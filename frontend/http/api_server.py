@@ -45,6 +45,7 @@ class ApiServerSetup(msgspec.Struct):
     log_level: int
     http_log_level: int
     access_log_level: int
+    has_others: bool = False  # other API servers
 
 
 def main(argv: list[str]) -> int:
@@ -86,7 +87,7 @@ def _set_log(setup: ApiServerSetup) -> None:
 def _serve(setup: ApiServerSetup, connection: Connection, listener: socket.socket) -> int:
     from headrace.frontend.startup_report import StartupReport
 
-    link = _Link(setup.client_id, connection, setup.core_started)
+    link = _Link(setup.client_id, connection, setup.core_started, setup.has_others)
     report = StartupReport(setup.began, starts_core=setup.engine_args is not None)
     if setup.engine_args is not None:  # beside the imports below
         resolving = (link, setup.engine_args, report)

@@ -118,11 +118,19 @@ class Call:
             headers["X-Headrace-Warning"] = text.encode("ascii", "backslashreplace").decode()
         return headers
 
+    @property
+    def pinned_rank(self) -> int | None:
+        """The replica that the client wants; what is no integer is ignored."""
+        return _header_int(self.request.headers.get(RANK_HEADER))
+
     def _check_rank(self) -> None:
-        """A pinned data-parallel rank; there is one engine core, of rank 0."""
-        rank = _header_int(self.request.headers.get(RANK_HEADER))
-        if rank not in (None, 0):
-            raise invalid("X-data-parallel-rank", "must be in [0, 0]", rank)
+        ranks = self.state.engine.config.parallel_config.ranks
+        if self.pinned_rank is not None and self.pinned_rank not in ranks:
+            raise invalid(
+                "X-data-parallel-rank",
+                f"is out of range [{ranks.start}, {ranks.stop})",
+                self.pinned_rank,
+            )
 
 
 @lru_cache(maxsize=8)

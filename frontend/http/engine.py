@@ -70,7 +70,13 @@ class ServingEngine(Protocol):
         ...
 
     def submit(
-        self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: RenderedPrompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> OutputStream:
         """Begin a request; its outputs come in the stream. Whoever begins one releases it."""
         ...

@@ -36,6 +36,7 @@ class Generation:
     plan: SamplingPlan
     priority: int
     has_usage_details: bool
+    rank: int | None = None  # of the replica that is to run it
 
     def usage_counter(self) -> UsageCounter:
         return UsageCounter(self.prompts, self.has_usage_details)
@@ -70,6 +71,7 @@ class Run:
             generation.plan.params,
             f"{generation.response_id}-{index}",
             priority=generation.priority,
+            data_parallel_rank=generation.rank,
         )
         self._streams.append(stream)
         self._closing.callback(generation.engine.release, stream)
@@ -134,6 +136,7 @@ async def respond(
             plan,
             call.priority(body.priority),
             options.enable_prompt_tokens_details,
+            call.pinned_rank,
         )
         answer = make_answer(prompts)
         if not body.stream:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.frontend.http.auth import route_path
 from headrace.frontend.http.engine import ServingEngine
-from headrace.frontend.prometheus_logger import ENGINE_RANK, PREFIX, PrometheusStatLogger
+from headrace.frontend.prometheus_logger import PREFIX, PrometheusStatLogger
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class ServerMetrics:
             self._rejections.labels(self._model_name(), reason)
 
     def _unknown(self) -> Counter:
-        return self._unknown_fields.labels(self._model_name(), ENGINE_RANK)
+        return self._unknown_fields.labels(self._model_name(), first_rank(self._engine))
 
     def _model_name(self) -> str:
         return self._engine.model_config.served_model_name
@@ -149,6 +149,11 @@ class ServerMetrics:
             if not self._has_failed:
                 logger.exception("a metric could not be counted; further faults are not logged")
             self._has_failed = True
+
+
+def first_rank(engine: ServingEngine) -> str:
+    """The label of what is about the front end, and so about no single replica."""
+    return str(engine.config.parallel_config.data_parallel_start_rank)
 
 
 def expose(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
@@ -223,7 +228,7 @@ class _FollowedRequests(Collector):
             "requests that this front end follows",
             labels=("model_name", "engine"),
         )
-        labels = (self._engine.model_config.served_model_name, ENGINE_RANK)
+        labels = (self._engine.model_config.served_model_name, first_rank(self._engine))
         family.add_metric(labels, self._engine.num_requests)
         yield family
 

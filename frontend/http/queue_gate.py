@@ -44,7 +44,8 @@ class QueueGate:
         max_reqs, max_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
         if max_reqs is None and max_tokens is None:
             return
-        waiting, free = self._num_waiting(limits.max_num_seqs)
+        num_replicas = self._engine.config.parallel_config.data_parallel_size_local
+        waiting, free = self._num_waiting(num_replicas * limits.max_num_seqs)
         num_queued = waiting + max(0, len(num_prompt_tokens) - free)
         if max_reqs is not None and num_queued > max_reqs:
             self._refuse("max_num_queued_reqs", f"{waiting} requests wait", max_reqs)

@@ -40,6 +40,6 @@ class ServerState:
             raise EngineDeadError("the engine has ended; try again on another server")
 
     def check_up(self) -> None:
-        """Raises EngineNotReadyError while the engine core is being restarted."""
+        """Raises EngineNotReadyError while all engine cores are being restarted."""
         if not self.engine.is_up:
-            raise EngineNotReadyError("the engine core is being restarted; try again in a moment")
+            raise EngineNotReadyError("no engine core is up just now; try again in a moment")

@@ -50,7 +50,9 @@ class ServerSupervisor(Supervisor):
     ) -> None:
         """`setup` is what the first API server is told; the others get its configuration."""
         super().__init__(ends_with_clients=False)
-        self._setup = msgspec.structs.replace(setup, core_started=self.started)
+        self._setup = msgspec.structs.replace(
+            setup, core_started=self.started, has_others=num_api_servers > 1
+        )
         self._listener = listener
         self._api_servers = [ApiServer(number) for number in range(num_api_servers)]
         self._is_draining = False

@@ -35,6 +35,16 @@ def scores(start: int, stop: int) -> EngineCoreOutput:
     return EngineCoreOutput("a", 0, 0, [], prompt_logprobs=entries, prompt_logprobs_start=start)
 
 
+def replay(ledger: RequestLedger, rank: int = 0) -> list[EngineCoreRequest]:
+    """What a fresh engine core is sent: all that had run on `rank`, and what was never sent."""
+    ledger.lose(rank)
+    waiting = ledger.waiting()
+    messages = [ledger.message(entry) for entry in waiting]
+    for entry in waiting:
+        ledger.sent(entry, rank)
+    return messages
+
+
 class Engine:
     """Runs what it is sent; its outputs may be lost on the way when it dies."""
 
@@ -74,7 +84,7 @@ def test_every_token_comes_once(
     ledger = RequestLedger()
     requests = [make_request("a", 2), make_request("b")]
     for request in requests:
-        ledger.add(request).was_sent = True
+        ledger.sent(ledger.add(request), 0)
     engine = Engine(requests)
     got: dict[tuple[str, int], list[int]] = {key: [] for key in KEYS}
 
@@ -92,18 +102,18 @@ def test_every_token_comes_once(
         if event is None:
             for key in lost:  # steps whose outputs nobody sees
                 engine.step(key, 2)
-            engine = Engine(ledger.replays())
+            engine = Engine(replay(ledger))
             continue
         key, num_tokens, times = event
         sent = engine.step(key, num_tokens)
         for _ in range(times):
             take(sent)
-    engine = Engine(ledger.replays())
+    engine = Engine(replay(ledger))
     for key in KEYS:
         while len(got[key]) < LENGTH:
             take(engine.step(key, 5))
     assert got == {key: [100 * key[1] + i for i in range(LENGTH)] for key in KEYS}
-    assert not len(ledger) and not ledger.replays()
+    assert not len(ledger) and not replay(ledger)
 
 
 def test_a_gap_and_a_contradiction_are_faults() -> None:
@@ -125,7 +135,7 @@ def test_prompt_scores_come_once() -> None:
         accepted = ledger.accept(scores(start, stop))
         assert accepted is not None and accepted.prompt_logprobs is not None
         assert [entry.token_ids[0] for entry in accepted.prompt_logprobs] == new
-    assert ledger.replays()[0].num_prompt_logprobs_received == 5
+    assert replay(ledger)[0].num_prompt_logprobs_received == 5
     ledger.add(make_request("a"))
     accepted = ledger.accept(scores(2, 3))
     assert accepted is not None and accepted.fault is not None
@@ -139,14 +149,15 @@ def test_replays_leave_out_what_has_ended() -> None:
     ledger.accept(output("a", 0, 0, LENGTH, finishes=True))
     ledger.accept(output("a", 1, 0, 4))
     ledger.abort("a", 2)
-    first, second = ledger.replays()
+    first, second = replay(ledger)
     assert first.choices == [ChoiceState(1, [100, 101, 102, 103])]
     assert second == make_request("b")
     assert request == make_request("a", 3)  # what the caller sent is not changed
     ledger.abort("a")
     ledger.abort("unknown")
-    assert [replay.request_id for replay in ledger.replays()] == ["b"]
-    assert ledger.replays(rank=1) == []
+    assert [replay.request_id for replay in replay(ledger)] == ["b"]
+    ledger.lose(1)
+    assert ledger.waiting() == []
 
 
 def test_suspects_come_last_until_they_are_past_the_point() -> None:
@@ -156,12 +167,12 @@ def test_suspects_come_last_until_they_are_past_the_point() -> None:
     ledger.accept(output("a", 0, 0, 2))
     suspects = [Suspect("a", 0, 7, 8), Suspect("b", 0, 0, 5), Suspect("x", 0, 0, 1)]
     assert ledger.suspect(suspects) == {"a", "b"}
-    replays = ledger.replays()
+    replays = replay(ledger)
     assert [replay.request_id for replay in replays] == ["c", "a", "b"]
     assert [replay.choices[0].runs_alone_until for replay in replays] == [0, 8, 5]
     ledger.accept(output("a", 0, 2, 4))
     ledger.suspect([Suspect("c", 0, 0, 5)])
-    assert [replay.request_id for replay in ledger.replays()] == ["a", "b", "c"]
+    assert [replay.request_id for replay in replay(ledger)] == ["a", "b", "c"]
 
 
 def test_a_failed_request_ends_in_all_its_choices() -> None:
@@ -178,11 +189,13 @@ def test_a_failed_request_ends_in_all_its_choices() -> None:
 @pytest.mark.parametrize("was_sent", [True, False])
 def test_cached_tokens_stay_as_first_reported(was_sent: bool) -> None:
     ledger = RequestLedger()
-    ledger.add(make_request("a")).was_sent = was_sent
+    entry = ledger.add(make_request("a"))
+    if was_sent:
+        ledger.sent(entry, 0)
     first = output("a", 0, 0, 1)
     first.num_cached_tokens = 3
     ledger.accept(first)
-    ledger.replays()
+    replay(ledger)
     second = output("a", 0, 1, 2)
     second.num_cached_tokens = 4
     accepted = ledger.accept(second)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
-from headrace.configs.config import EngineConfig, ModelConfig, SchedulerConfig
+from headrace.configs.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from headrace.configs.errors import EngineDeadError, HeadraceError
 from headrace.configs.sampling_params import RequestOutputKind, SamplingParams
 from headrace.engine_core.messages import EngineStats, Ready
@@ -163,6 +163,8 @@ class ScriptedEngine:
         self.options = ServerOptions()
         self.stat_loggers: dict[str, StatLoggerBase] = {}
         self.scheduler_config = SchedulerConfig()
+        self.parallel_config = ParallelConfig()
+        self.pinned: int | None = None  # the rank that the last request asked for
         self.configure()
 
     def configure(self, **fields: Any) -> None:
@@ -173,7 +175,11 @@ class ScriptedEngine:
 
     @property
     def config(self) -> EngineConfig:
-        return EngineConfig(self.model_config, scheduler_config=self.scheduler_config)
+        return EngineConfig(
+            self.model_config,
+            scheduler_config=self.scheduler_config,
+            parallel_config=self.parallel_config,
+        )
 
     async def start(self) -> None:
         if self.start_gate is not None:
@@ -203,6 +209,7 @@ class ScriptedEngine:
     def submit(
         self, prompt: RenderedPrompt, params: SamplingParams, request_id: str, **options: Any
     ) -> OutputStream:
+        self.pinned = options.pop("data_parallel_rank")
         stream = OutputStream(request_id, params.output_kind is RequestOutputKind.DELTA)
         outputs = self._generate(prompt, params, request_id, **options)
         self._running[stream] = asyncio.create_task(self._bring(outputs, stream))

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.configs.config import ParallelConfig
+
 V = 300
 
 
@@ -160,11 +162,28 @@ def test_scores_of_the_whole_vocabulary_need_the_operators_leave(post, engine):
     assert answer.json()["error"]["param"] == "logprobs"
 
 
-def test_pinned_rank(post):
-    """There is one engine core: rank 0. What is no int is ignored."""
-    for value, status in (("0", 200), ("1", 400), ("-1", 400), ("one", 200), ("", 200)):
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        (ParallelConfig(), range(1)),
+        (ParallelConfig(data_parallel_size=3, data_parallel_size_local=3), range(3)),
+        (ParallelConfig(data_parallel_size=3, data_parallel_start_rank=2), range(2, 3)),
+    ],
+)
+def test_pinned_rank(post, engine, parallel, ranks):
+    """What is no int is ignored; a rank that is not here is refused, with those that are."""
+    engine.parallel_config = parallel
+    for value in ("0", "1", "2", "3", "-1", "one", ""):
         answer = post("completions", {"prompt": "a"}, headers={"X-data-parallel-rank": value})
-        assert answer.status_code == status
+        is_rank = value.lstrip("-").isdigit()
+        assert answer.status_code == (400 if is_rank and int(value) not in ranks else 200)
+        if answer.status_code == 400:
+            message = answer.json()["error"]["message"]
+            assert f"out of range [{ranks.start}, {ranks.stop})" in message
+        elif is_rank:
+            assert engine.pinned == int(value)
+        else:
+            assert engine.pinned is None
 
 
 def test_greedy_with_n_is_refused(post):
