@@ -110,10 +110,12 @@ class _Agent:
                 elif event & _FAILED:
                     self._refused()
                 elif deadline is None:  # disconnected: what is queued is for an engine core gone
+                    self._obey_all(dealer)  # its last word may be that all has ended
+                    if self.is_done:
+                        return
                     logger.warning("the engine core at %s is lost; waiting for it", self._place)
                     return
-            if dealer in events:
-                self._obey(dealer.recv())
+            self._obey_all(dealer)
             for worker in list(self._workers):
                 if worker.connection.fileno() in events or worker.process.sentinel in events:
                     self._hand_on(dealer, worker)
@@ -133,6 +135,10 @@ class _Agent:
                 f"{self._place} refuses the key in {self._parallel.cluster_key_file}: copy the "
                 "file of machine 0 to this one (or something else listens there)"
             )
+
+    def _obey_all(self, dealer: "zmq.Socket[bytes]") -> None:
+        while not self.is_done and dealer.poll(0):
+            self._obey(dealer.recv())
 
     def _obey(self, message: bytes) -> None:
         if not message:  # machine 0 looks whether we are there
