@@ -24,7 +24,7 @@ from headrace.executors.node_messages import (
     decode_to_node,
     encode,
 )
-from headrace.executors.worker_hub import DeploymentKey, connect
+from headrace.executors.worker_hub import DeploymentKey, connect, milliseconds_to
 from headrace.executors.worker_messages import WorkerHello
 from headrace.executors.worker_messages import encode as encode_to_worker
 
@@ -94,8 +94,7 @@ class _Agent:
             for worker in self._workers:
                 poller.register(worker.connection.fileno(), zmq.POLLIN)
                 poller.register(worker.process.sentinel, zmq.POLLIN)
-            timeout = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
-            events = dict(poller.poll(timeout))
+            events = dict(poller.poll(None if deadline is None else milliseconds_to(deadline)))
             if not events:
                 raise ConfigurationError(
                     f"machine 0 was not reached at {self._place} within "

@@ -160,7 +160,7 @@ class RayExecutor(RemoteExecutor):
                 num_gpus=1 if is_gpu else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=bundle.index
+                    group, placement_group_bundle_index=bundle.number
                 ),
             ).remote(rank, environ, log_level)
             self._workers.append(ActorHandle(rank, actor))

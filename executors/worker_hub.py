@@ -5,6 +5,7 @@ it can neither talk nor listen.
 """
 
 import contextlib
+import math
 import os
 import secrets
 import stat
@@ -143,7 +144,7 @@ class WorkerHub:
         None comes after `wake` and `on_disconnect`, and when `deadline` (monotonic) has passed;
         messages come first.
         """
-        timeout = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
+        timeout = None if deadline is None else milliseconds_to(deadline)
         events = dict(self._poller.poll(timeout))
         if self._router in events:
             identity, message = self._router.recv_multipart()
@@ -190,6 +191,11 @@ class HubChannel:
         """Send what is queued."""
         self._dealer.close(linger=_LINGER_MS)
         self._context.term()
+
+
+def milliseconds_to(deadline: float) -> int:
+    """From now to then (monotonic seconds), rounded up; 0 if it has passed."""
+    return max(0, math.ceil(1000 * (deadline - time.monotonic())))
 
 
 def connect(

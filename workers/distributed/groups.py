@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from headrace.configs.config import ParallelConfig
 from headrace.configs.errors import ConfigurationError
@@ -146,20 +148,20 @@ def _interface(setup: WorkerSetup, config: ParallelConfig) -> str:
     )
 
 
-def _store(setup: WorkerSetup, config: ParallelConfig) -> dist.Store:
+def _store(setup: WorkerSetup, config: ParallelConfig) -> Store:
     timeout = timedelta(seconds=config.start_timeout_s)
     if setup.store.startswith("/"):
-        return dist.FileStore(setup.store, config.world_size)
+        return FileStore(setup.store, config.world_size)
     if setup.store == "env://":
-        store, _, _ = next(dist.rendezvous(setup.store, setup.rank, config.world_size))
+        store, _, _ = next(rendezvous(setup.store, setup.rank, config.world_size))
         store.set_timeout(timeout)
-        return dist.PrefixStore("headrace", store)
+        return PrefixStore("headrace", store)
     url = urlsplit(setup.store)
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
         raise ValueError(f"no store at {setup.store!r}")
     if setup.store_fd < 0:
-        return dist.TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
-    return dist.TCPStore(  # on that socket alone: by itself it would listen on every interface
+        return TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
+    return TCPStore(  # on that socket alone: by itself it would listen on every interface
         url.hostname,
         url.port,
         is_master=True,
