@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -137,7 +138,9 @@ def _connect(ray: Any, parallel_config: ParallelConfig, ray_address: str | None)
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": _temp_dir(),
         }
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {}  # Ray puts its own in their place
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(
             configure_logging=True, logging_level=logging.WARNING, log_to_driver=True, **options

@@ -39,6 +39,10 @@ if __name__ == "__main__":
     outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     ranks = llm.collective_rpc(lambda worker: worker.setup.rank)
     result = {"texts": [list(output.token_ids) for output in outputs], "ranks": ranks}
+    result["listening"] = sorted(  # addresses, in this network namespace
+        line.split()[1].partition(":")[0]
+        for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}") if " 0A " in line
+    )
     with open(os.path.join(sys.argv[3], os.environ.get("RANK", "0")), "w") as file:
         json.dump(result, file)
     llm.close()
@@ -59,16 +63,21 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
 
 
 def run(
-    model: Path, directory: Path, launcher: tuple[str, ...] = ("-P",), **options: Any
+    model: Path,
+    directory: Path,
+    launcher: tuple[str, ...] = ("-P",),
+    before: tuple[str, ...] = (),
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """What each process of the script has written, by rank."""
+    """What each process of the script has written, by rank. `before`: of the command line."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
     out = directory / "out"
     out.mkdir()
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     subprocess.run(
-        [sys.executable, *launcher, str(script), str(model), json.dumps(options), str(out)],
+        [*before, sys.executable, *launcher, str(script), str(model), json.dumps(options),
+         str(out)],
         env=environ, check=True, timeout=200,
     )  # fmt: skip
     files = sorted(out.iterdir(), key=lambda path: int(path.name))
