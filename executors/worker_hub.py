@@ -29,6 +29,9 @@ from headrace.executors.worker_messages import (
 HEARTBEAT_INTERVAL_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 _LINGER_MS = 500
+# After some connection has ended: whose it was shows a moment later, for whoever looks.
+RECHECK_S = 2.0
+RECHECK_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,14 @@ class WorkerHub:
         except zmq.ZMQError as error:
             raise ConnectionError(str(error)) from error
 
+    def is_missing(self, identity: bytes) -> bool:
+        """Whether nobody of that name is connected. A channel takes no notice of being asked."""
+        try:
+            self.send(identity, b"")
+        except ConnectionError:
+            return True
+        return False
+
     def receive(self, deadline: float | None) -> tuple[bytes, bytes] | None:
         """(identity, message), or None.
 
@@ -182,7 +193,9 @@ class HubChannel:
         self._dealer = connect(self._context, address, identity, key)
 
     def receive(self) -> ToWorker:
-        return decode_to_worker(self._dealer.recv())
+        while not (message := self._dealer.recv()):
+            pass  # the executor looks whether we are there
+        return decode_to_worker(message)
 
     def send(self, message: FromWorker) -> None:
         self._dealer.send(encode(message))
