@@ -41,7 +41,7 @@ def resolve_parallel(options: ParallelOptions, seed: int | None = None) -> Paral
             f"worker_cls must name a class as module.Class, got {config.worker_cls!r}"
         )
     _check_nodes(config)
-    if backend == "ray" and importlib.util.find_spec("ray") is None:
+    if backend == "ray" and "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
         raise ConfigurationError(
             "distributed_executor_backend ray needs Ray, which is not installed: "
             "pip install 'headrace[ray]', or choose mp"

@@ -139,7 +139,7 @@ class MultiprocExecutor(RemoteExecutor):
         ready = wait([*by_handle, *self._more_handles], timeout)  # type: ignore[list-item]
         for handle in ready:
             if handle in self._more_handles:
-                self._more_handles[handle]()  # type: ignore[index]
+                self._more_handles[handle]()
                 continue
             worker = by_handle[handle]
             if handle is not worker.connection:
@@ -172,7 +172,7 @@ class MultiprocExecutor(RemoteExecutor):
         ready = wait([self._stopping, *sentinels])
         for handle in ready:
             if handle in sentinels:
-                worker = sentinels[handle]  # type: ignore[index]
+                worker = sentinels[handle]
                 worker.process.wait()
                 with self._lock:
                     if self._death is not None:

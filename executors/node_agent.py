@@ -24,7 +24,7 @@ from headrace.executors.node_messages import (
     decode_to_node,
     encode,
 )
-from headrace.executors.worker_hub import DeploymentKey, connect
+from headrace.executors.worker_hub import DeploymentKey, connect, milliseconds_to
 from headrace.executors.worker_messages import WorkerHello
 from headrace.executors.worker_messages import encode as encode_to_worker
 
@@ -94,8 +94,7 @@ class _Agent:
             for worker in self._workers:
                 poller.register(worker.connection.fileno(), zmq.POLLIN)
                 poller.register(worker.process.sentinel, zmq.POLLIN)
-            timeout = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
-            events = dict(poller.poll(timeout))
+            events = dict(poller.poll(None if deadline is None else milliseconds_to(deadline)))
             if not events:
                 raise ConfigurationError(
                     f"machine 0 was not reached at {self._place} within "
@@ -110,10 +109,12 @@ class _Agent:
                 elif event & _FAILED:
                     self._refused()
                 elif deadline is None:  # disconnected: what is queued is for an engine core gone
+                    self._obey_all(dealer)  # its last word may be that all has ended
+                    if self.is_done:
+                        return
                     logger.warning("the engine core at %s is lost; waiting for it", self._place)
                     return
-            if dealer in events:
-                self._obey(dealer.recv())
+            self._obey_all(dealer)
             for worker in list(self._workers):
                 if worker.connection.fileno() in events or worker.process.sentinel in events:
                     self._hand_on(dealer, worker)
@@ -133,6 +134,10 @@ class _Agent:
                 f"{self._place} refuses the key in {self._parallel.cluster_key_file}: copy the "
                 "file of machine 0 to this one (or something else listens there)"
             )
+
+    def _obey_all(self, dealer: "zmq.Socket[bytes]") -> None:
+        while not self.is_done and dealer.poll(0):
+            self._obey(dealer.recv())
 
     def _obey(self, message: bytes) -> None:
         if not message:  # machine 0 looks whether we are there

@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace.executors.node_messages import FromNode, ToNode, decode_from_node, encode
-from headrace.executors.worker_hub import DeploymentKey, WorkerHub
-
-_RECHECK_S = 2.0  # after some connection has ended: whose it was shows a moment later
-_RECHECK_INTERVAL_S = 0.1
+from headrace.executors.worker_hub import (
+    RECHECK_INTERVAL_S,
+    RECHECK_S,
+    DeploymentKey,
+    WorkerHub,
+)
 
 
 class NodeLost:
@@ -61,15 +63,19 @@ class NodeLink:
         while self._flush():
             now = time.monotonic()
             rechecks = now < self._recheck_until
-            received = self._hub.receive(now + _RECHECK_INTERVAL_S if rechecks else None)
+            received = self._hub.receive(now + RECHECK_INTERVAL_S if rechecks else None)
             if received is not None:
                 node_rank = int(received[0])
                 self._nodes.add(node_rank)
                 self._tell(node_rank, decode_from_node(received[1]))
             if rechecks:
-                for node_rank in list(self._nodes):
-                    self._send(node_rank, b"")
+                self._look_for_nodes()
         self._hub.close()
+
+    def _look_for_nodes(self) -> None:
+        for node_rank in list(self._nodes):
+            if self._hub.is_missing(str(node_rank).encode()):
+                self._lose(node_rank)
 
     def _flush(self) -> bool:
         """False after the closing mark."""
@@ -84,9 +90,12 @@ class NodeLink:
         try:
             self._hub.send(str(node_rank).encode(), message)
         except ConnectionError:
-            if node_rank in self._nodes:
-                self._nodes.discard(node_rank)
-                self._tell(node_rank, NodeLost())
+            self._lose(node_rank)
+
+    def _lose(self, node_rank: int) -> None:
+        if node_rank in self._nodes:
+            self._nodes.discard(node_rank)
+            self._tell(node_rank, NodeLost())
 
     def _tell(self, node_rank: int, message: FromNode | NodeLost) -> None:
         self.incoming.put((node_rank, message))
@@ -94,4 +103,4 @@ class NodeLink:
         self._on_news(message)
 
     def _suspect(self) -> None:
-        self._recheck_until = time.monotonic() + _RECHECK_S
+        self._recheck_until = time.monotonic() + RECHECK_S

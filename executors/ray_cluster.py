@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ _DIRECTORY = "headrace-ray-"
 class Bundle(NamedTuple):
     """A worker's place."""
 
-    index: int  # in the placement group
+    number: int  # in the placement group
     node_id: str
 
 
@@ -100,7 +101,7 @@ def bundles_for(parallel_config: ParallelConfig, node_id: str) -> list[Bundle]:
         if bundle.get(parallel_config.ray_resource, 0) >= 1
     ]
     counts = {node: sum(other.node_id == node for other in usable) for node in nodes.values()}
-    usable.sort(key=lambda b: (b.node_id != node_id, -counts[b.node_id], b.node_id, b.index))
+    usable.sort(key=lambda b: (b.node_id != node_id, -counts[b.node_id], b.node_id, b.number))
     return usable[: parallel_config.world_size]
 
 
@@ -137,7 +138,9 @@ def _connect(ray: Any, parallel_config: ParallelConfig, ray_address: str | None)
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": _temp_dir(),
         }
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {}  # Ray puts its own in their place
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(
             configure_logging=True, logging_level=logging.WARNING, log_to_driver=True, **options
@@ -203,7 +206,7 @@ def _make_group(ray: Any, parallel_config: ParallelConfig) -> Any:
             f"this node (id {node}, address {ip}) has no {resource} left ({available}), and "
             "at least one worker must run beside the engine core"
         )
-    bundles = [{resource: 1.0} for _ in range(needed)]
+    bundles: list[dict[str, float]] = [{resource: 1.0} for _ in range(needed)]
     bundles[0][f"node:{ip}"] = _PINNED_SHARE
     group = ray.util.placement_group(bundles, strategy="PACK")
     limit = min(PLACEMENT_TIMEOUT_S, parallel_config.start_timeout_s)

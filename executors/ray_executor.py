@@ -23,7 +23,12 @@ from headrace.executors.ray_cluster import (
 )
 from headrace.executors.ray_worker import ActorFacts, RayWorker
 from headrace.executors.remote_executor import RemoteExecutor
-from headrace.executors.worker_hub import DeploymentKey, WorkerHub
+from headrace.executors.worker_hub import (
+    RECHECK_INTERVAL_S,
+    RECHECK_S,
+    DeploymentKey,
+    WorkerHub,
+)
 from headrace.executors.worker_messages import (
     WorkerExit,
     WorkerHello,
@@ -82,6 +87,8 @@ class RayExecutor(RemoteExecutor):
         self._workers = []
         self._key = DeploymentKey.generate()
         self._hub = WorkerHub(self._key)
+        self._hub.on_disconnect = self._suspect
+        self._recheck_until = 0.0
         self._owns_connection = False
         self._owns_group = False
         self._lost: ActorHandle | None = None  # the first one, told by the watch
@@ -160,7 +167,7 @@ class RayExecutor(RemoteExecutor):
                 num_gpus=1 if is_gpu else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=bundle.index
+                    group, placement_group_bundle_index=bundle.number
                 ),
             ).remote(rank, environ, log_level)
             self._workers.append(ActorHandle(rank, actor))
@@ -213,7 +220,12 @@ class RayExecutor(RemoteExecutor):
 
     def _receive(self, deadline: float | None) -> bool:
         super().check()
-        received = self._hub.receive(deadline)
+        if time.monotonic() < self._recheck_until:
+            self._look_for_workers()
+            soon = time.monotonic() + RECHECK_INTERVAL_S
+            received = self._hub.receive(soon if deadline is None else min(soon, deadline))
+        else:
+            received = self._hub.receive(deadline)
         if received is not None:
             identity, message = received
             self._take(self._workers[int(identity)], decode_from_worker(message))
@@ -225,6 +237,15 @@ class RayExecutor(RemoteExecutor):
                 self._take(self._workers[int(identity)], decode_from_worker(message))
             self._lose(self._lost)
         return deadline is None or time.monotonic() < deadline
+
+    def _look_for_workers(self) -> None:
+        for worker in self._workers:
+            if worker.info is not None and self._hub.is_missing(_identity(worker.rank)):
+                self._lose(worker)
+
+    def _suspect(self) -> None:
+        """Somebody's connection has ended: sooner than Ray knows that a process or node is gone."""
+        self._recheck_until = time.monotonic() + RECHECK_S
 
     def _kill_all(self) -> None:
         for worker in self._workers:

@@ -5,6 +5,7 @@ it can neither talk nor listen.
 """
 
 import contextlib
+import math
 import os
 import secrets
 import stat
@@ -28,6 +29,9 @@ from headrace.executors.worker_messages import (
 HEARTBEAT_INTERVAL_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 _LINGER_MS = 500
+# After some connection has ended: whose it was shows a moment later, for whoever looks.
+RECHECK_S = 2.0
+RECHECK_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -137,13 +141,21 @@ class WorkerHub:
         except zmq.ZMQError as error:
             raise ConnectionError(str(error)) from error
 
+    def is_missing(self, identity: bytes) -> bool:
+        """Whether nobody of that name is connected. A channel takes no notice of being asked."""
+        try:
+            self.send(identity, b"")
+        except ConnectionError:
+            return True
+        return False
+
     def receive(self, deadline: float | None) -> tuple[bytes, bytes] | None:
         """(identity, message), or None.
 
         None comes after `wake` and `on_disconnect`, and when `deadline` (monotonic) has passed;
         messages come first.
         """
-        timeout = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
+        timeout = None if deadline is None else milliseconds_to(deadline)
         events = dict(self._poller.poll(timeout))
         if self._router in events:
             identity, message = self._router.recv_multipart()
@@ -181,7 +193,9 @@ class HubChannel:
         self._dealer = connect(self._context, address, identity, key)
 
     def receive(self) -> ToWorker:
-        return decode_to_worker(self._dealer.recv())
+        while not (message := self._dealer.recv()):
+            pass  # the executor looks whether we are there
+        return decode_to_worker(message)
 
     def send(self, message: FromWorker) -> None:
         self._dealer.send(encode(message))
@@ -190,6 +204,11 @@ class HubChannel:
         """Send what is queued."""
         self._dealer.close(linger=_LINGER_MS)
         self._context.term()
+
+
+def milliseconds_to(deadline: float) -> int:
+    """From now to then (monotonic seconds), rounded up; 0 if it has passed."""
+    return max(0, math.ceil(1000 * (deadline - time.monotonic())))
 
 
 def connect(

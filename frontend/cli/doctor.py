@@ -47,11 +47,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each check; 1 if something is to be fixed."""
-    from headrace.executors import preflight
+    from headrace.executors.preflight import help_node_0, make_key, run_checks
 
     log_to_stderr(logging.WARNING, None)
     if args.make_key:
-        preflight.make_key(args.make_key)
+        make_key(args.make_key)
         print(f"{args.make_key}: a fresh key; copy it to every machine, readable by its owner only")
         return 0
     names = [field.name for field in dataclasses.fields(ParallelOptions)]
@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
         options = dataclasses.replace(options, tensor_parallel_size=2)
     parallel = dataclasses.replace(resolve_parallel(options), start_timeout_s=args.timeout)
     if parallel.node_rank > 0:
-        return preflight.help_node_0(parallel)
+        return help_node_0(parallel)
     num_problems = 0
-    for check in preflight.run_checks(parallel):
+    for check in run_checks(parallel):
         mark = "!!" if check.fix else "ok"
         print(f"{mark}  {check.name + ':':<15} {check.found}", flush=True)
         if check.fix:

@@ -1,101 +1,102 @@
-"""Which replicas an engine runs, and how they divide the machine."""
+"""Options of several workers: what goes together, what is refused, and with which numbers."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace.configs.config import ParallelConfig
 from headrace.configs.engine_options.parallel import ParallelOptions
-from headrace.configs.errors import ConfigurationError, UnsupportedFeatureError
-from headrace.configs.hardware import CpuFacts
-from headrace.configs.options import check_options
+from headrace.configs.errors import ConfigurationError
 from headrace.configs.parallel import resolve_parallel
 
 
-@pytest.mark.parametrize(
-    ("given", "ranks"),
-    [
-        ({}, range(1)),
-        ({"size": 4}, range(4)),
-        ({"size": 4, "size_local": 4}, range(4)),
-        ({"size": 4, "rank": 0}, range(1)),
-        ({"size": 4, "rank": 3}, range(3, 4)),
-        ({"size": 4, "rank": 3, "size_local": 1, "external_lb": True}, range(3, 4)),
-        ({"size": 4, "start_rank": 2, "size_local": 2}, range(2, 4)),
-        ({"size": 4, "hybrid_lb": True, "size_local": 2}, range(2)),
-    ],
-)
-def test_modes(given: dict[str, Any], ranks: range) -> None:
-    options = ParallelOptions(**{f"data_parallel_{name}": value for name, value in given.items()})
-    check_options(options)
-    config = resolve_parallel(options)
-    assert config.ranks == ranks and config.data_parallel_size == given.get("size", 1)
-    assert config.num_local_workers == len(ranks)
+def resolve(seed: int | None = None, **options: Any) -> Any:
+    return resolve_parallel(ParallelOptions(**options), seed)
+
+
+class OwnExecutor:
+    """Stands for a class of the user's."""
+
+
+def fake_ray(group: Any) -> Any:
+    """Of a process that is connected to Ray, in that placement group."""
+    context = SimpleNamespace(gcs_address="10.0.0.9:6379")
+    return SimpleNamespace(
+        is_initialized=lambda: True,
+        get_runtime_context=lambda: context,
+        util=SimpleNamespace(get_current_placement_group=lambda: group),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+
+
+def test_the_backend_that_is_chosen() -> None:
+    assert resolve().distributed_executor_backend == "uni"
+    assert resolve(tensor_parallel_size=2).distributed_executor_backend == "mp"
+    own = resolve(distributed_executor_backend=OwnExecutor)
+    assert own.distributed_executor_backend == f"{__name__}.OwnExecutor"
+    launched = resolve(7, distributed_executor_backend="external_launcher")
+    assert launched.distributed_executor_backend == "external_launcher"
+
+
+def test_in_a_placement_group_it_is_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is found out without importing Ray or connecting to it."""
+    pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
+    group = SimpleNamespace(id=SimpleNamespace(hex=lambda: "abcd"))
+    monkeypatch.setitem(sys.modules, "ray", fake_ray(group))
+    config = resolve(tensor_parallel_size=2)
+    assert config.distributed_executor_backend == "ray"
+    assert (config.placement_group, config.ray_address) == ("abcd", "10.0.0.9:6379")
+    forced = resolve(tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert forced.placement_group is None and forced.ray_address is None
+    assert resolve().distributed_executor_backend == "uni"
+    monkeypatch.setitem(sys.modules, "ray", fake_ray(None))
+    assert resolve(tensor_parallel_size=2).distributed_executor_backend == "mp"
+    joined = resolve(distributed_executor_backend="ray")
+    assert (joined.placement_group, joined.ray_address) == (None, "10.0.0.9:6379")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
-        ({"size": 2, "rank": 2}, "rank 2 .* ranks 0 to 1"),
-        ({"size": 2, "size_local": 3}, "local 3 is above data_parallel_size 2"),
-        ({"size": 4, "start_rank": 3, "size_local": 2}, "up to 4, .* ranks 0 to 3"),
-        ({"size": 4, "start_rank": 1}, "needs data_parallel_size_local"),
-        ({"size": 4, "hybrid_lb": True}, "needs data_parallel_size_local"),
-        ({"size": 4, "external_lb": True}, "needs data_parallel_rank"),
-        ({"size": 4, "rank": 1, "size_local": 2}, "external mode runs one"),
-        ({"size": 4, "rank": 1, "start_rank": 1, "size_local": 1}, "exclude"),
+        ({"distributed_executor_backend": "mpi"}, "'mpi' is none of uni, mp, ray, external_launch"),
+        (
+            {"distributed_executor_backend": "uni", "tensor_parallel_size": 3},
+            "tensor_parallel_size 3 .*need 3",
+        ),
+        ({"distributed_executor_backend": "external_launcher"}, "needs a seed.*--seed"),
+        ({"node_rank": 1}, "node_rank 1 does not go with nnodes 1: .* 0 to 0"),
+        ({"nnodes": 2, "tensor_parallel_size": 2}, "nnodes 2 needs a cluster_key_file"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 3, "cluster_key_file": "k"},
+            r"3 workers \(tensor_parallel_size 3 x .*cannot be divided among nnodes 2",
+        ),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "nnodes 2 is for distributed_executor_backend mp, not ray",
+        ),
     ],
 )
-def test_contradictions(given: dict[str, Any], message: str) -> None:
-    options = ParallelOptions(**{f"data_parallel_{name}": value for name, value in given.items()})
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        resolve_parallel(options)
+        resolve(**options)
 
 
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [
-        ({"size": 4, "size_local": 2}, "--data-parallel-size-local 2 of 4"),
-        ({"size": 4, "size_local": 0}, "--data-parallel-size-local 0"),
-        ({"size": 2, "backend": "ray"}, "--data-parallel-backend ray"),
-        ({"size": 2, "address": "10.0.0.1"}, "--data-parallel-address"),
-    ],
-)
-def test_not_implemented(given: dict[str, Any], flag: str) -> None:
-    options = ParallelOptions(**{f"data_parallel_{name}": value for name, value in given.items()})
-    with pytest.raises(UnsupportedFeatureError, match=flag):
-        check_options(options)
-        resolve_parallel(options)
+def test_several_machines() -> None:
+    config = resolve(
+        tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=2, node_rank=1,
+        master_addr="10.0.0.1", master_port=4000, cluster_key_file="k",
+    )  # fmt: skip
+    assert config.distributed_executor_backend == "mp"
+    assert (config.nnodes, config.node_rank, config.master_addr) == (2, 1, "10.0.0.1")
+    assert (config.master_port, config.cluster_key_file) == (4000, "k")
 
 
-def test_workers_of_all_replicas_are_numbered_on_the_machine() -> None:
-    numbers = [
-        ParallelConfig(2, 2, 8, 2, 4, rank).local_worker(worker)
-        for rank in (4, 5)
-        for worker in range(4)
-    ]
-    assert numbers == list(range(8))
-
-
-def facts(num_cores: int) -> CpuFacts:
-    cpus = tuple(range(num_cores))
-    return CpuFacts(cpus, cpus, None, 1000, 800, 600, ())
-
-
-@pytest.mark.parametrize(("num_cores", "count"), [(4, 1), (4, 2), (5, 3), (2, 2), (8, 3)])
-def test_replicas_divide_cores_and_memory(num_cores: int, count: int) -> None:
-    parts = [facts(num_cores).shared(index, count) for index in range(count)]
-    cpus = [cpu for part in parts for cpu in part.core_cpus]
-    assert cpus == list(range(num_cores))
-    assert sum(part.memory_for(0.9) for part in parts) <= 0.9 * 800
-    assert all(part.memory_for(1.0) == min(600, 800) // count for part in parts)
-
-
-def test_more_replicas_than_cores() -> None:
-    part = facts(2).shared(3, 4)
-    assert part.core_cpus == (0, 1) and part.num_threads == 1
-
-
-def test_memory_that_others_have_taken_is_not_divided_again() -> None:
-    late = CpuFacts((0, 1), (0, 1), None, 1000, None, 300, ())
-    assert late.shared(1, 2, memory_available=600).memory_for(1.0) == 300
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'headrace\[ray\]'"):
+        resolve(distributed_executor_backend="ray")

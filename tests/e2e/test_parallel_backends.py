@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 # Shared prefixes, prompts in several chunks, and a cache that does not hold all of them.
 SCRIPT = """
-import json, os, sys
+import json, os, signal, sys, threading
 from headrace import LLM, SamplingParams
 
 if __name__ == "__main__":
@@ -36,9 +36,19 @@ if __name__ == "__main__":
         )
         for i in range(6)
     ]
+    if "KILLED_RANK" in os.environ:
+        pids = llm.collective_rpc(lambda worker: os.getpid())
+        kill = (pids[int(os.environ["KILLED_RANK"])], signal.SIGKILL)
+        threading.Timer(0.03, os.kill, kill).start()
     outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     ranks = llm.collective_rpc(lambda worker: worker.setup.rank)
+    if "KILLED_RANK" in os.environ:
+        assert not set(pids) & set(llm.collective_rpc(lambda worker: os.getpid()))
     result = {"texts": [list(output.token_ids) for output in outputs], "ranks": ranks}
+    result["listening"] = sorted(  # addresses, in this network namespace
+        line.split()[1].partition(":")[0]
+        for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}") if " 0A " in line
+    )
     with open(os.path.join(sys.argv[3], os.environ.get("RANK", "0")), "w") as file:
         json.dump(result, file)
     llm.close()
@@ -59,16 +69,21 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
 
 
 def run(
-    model: Path, directory: Path, launcher: tuple[str, ...] = ("-P",), **options: Any
+    model: Path,
+    directory: Path,
+    launcher: tuple[str, ...] = ("-P",),
+    before: tuple[str, ...] = (),
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """What each process of the script has written, by rank."""
+    """What each process of the script has written, by rank. `before`: of the command line."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
     out = directory / "out"
     out.mkdir()
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     subprocess.run(
-        [sys.executable, *launcher, str(script), str(model), json.dumps(options), str(out)],
+        [*before, sys.executable, *launcher, str(script), str(model), json.dumps(options),
+         str(out)],
         env=environ, check=True, timeout=200,
     )  # fmt: skip
     files = sorted(out.iterdir(), key=lambda path: int(path.name))
@@ -99,6 +114,23 @@ def test_ray(model: Path, alone: list[list[int]], tmp_path: Path, tp: int, pp: i
         assert time.monotonic() < deadline, "processes of Ray are left behind"
         time.sleep(0.05)
     assert not list(Path(tempfile.gettempdir()).glob("headrace-ray-*"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_actor_costs_no_text(
+    model: Path,
+    alone: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
+    monkeypatch.setenv("KILLED_RANK", str(rank))
+    (result,) = run(
+        model, tmp_path, distributed_executor_backend="ray", tensor_parallel_size=2,
+        allow_replay_after_rpc=True,
+    )  # fmt: skip
+    assert result["texts"] == alone
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])

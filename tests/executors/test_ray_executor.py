@@ -190,3 +190,34 @@ def test_what_actors_get_of_the_environment() -> None:
     copied = worker_environ(environ)
     assert copied.pop("GOMP_SPINCOUNT")
     assert copied == {"HEADRACE_CACHE": "c", "NCCL_DEBUG": "1"}
+
+
+@pytest.mark.slow
+def test_an_engine_inside_a_placement_group(cluster: Any, tmp_path: Path) -> None:
+    """It finds the group, and its workers take the bundles."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from tests.e2e.tiny_engine import save_tiny_model
+
+    def generate(model: str) -> tuple[Any, ...]:
+        from headrace import LLM, SamplingParams
+
+        llm = LLM(
+            model, skip_tokenizer_init=True, dtype="float32", tensor_parallel_size=2,
+            num_gpu_blocks_override=16, max_model_len=64,
+        )  # fmt: skip
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+        ranks = llm.collective_rpc(lambda worker: worker.setup.rank)
+        parallel = llm.llm_engine.config.parallel_config
+        llm.close()
+        backend, group = parallel.distributed_executor_backend, parallel.placement_group
+        return len(output.outputs[0].token_ids), ranks, backend, group
+
+    model = str(save_tiny_model("llama", tmp_path / "model"))
+    group = cluster.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    task = cluster.remote(generate).options(num_cpus=0, scheduling_strategy=strategy)
+    found = cluster.get(task.remote(model), timeout=90)
+    assert found == (3, [0, 1], "ray", group.id.hex())
+    cluster.util.remove_placement_group(group)

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from headrace.configs.config import ParallelConfig
 from headrace.configs.errors import ConfigurationError
@@ -35,11 +37,14 @@ class WorkerGroups:
         world: Communicator = ALONE,
         shards: Communicator = ALONE,
         stages: StageLinks | None = None,
+        is_ours: bool = False,
     ) -> None:
+        """`is_ours`: whether torch's default group ends with this."""
         self.place = place
         self.world = world
         self.shards = shards
         self.stages = stages
+        self._is_ours = is_ours
 
     def least(self, number: int) -> int:
         """The smallest of all workers' numbers."""
@@ -60,7 +65,7 @@ class WorkerGroups:
 
     def close(self) -> None:
         """Leave the groups."""
-        if self.world.size > 1 and dist.is_initialized():
+        if self._is_ours and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -77,8 +82,11 @@ def join_groups(
     place = Place.of(setup.rank, config)
     if config.world_size == 1:
         return WorkerGroups(place)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(setup, config))
-    if not dist.is_initialized():
+    interface = _interface(setup, config)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    is_ours = not dist.is_initialized()
+    if is_ours:
         dist.init_process_group(
             "gloo",
             store=_store(setup, config),
@@ -101,7 +109,7 @@ def join_groups(
             if path:
                 shards = SharedMemoryCommunicator(own, kernels, path, limits)
     stages = StageLinks(place) if config.pipeline_parallel_size > 1 else None
-    return WorkerGroups(place, TorchCommunicator(dist.group.WORLD), shards, stages)
+    return WorkerGroups(place, TorchCommunicator(dist.group.WORLD), shards, stages, is_ours)
 
 
 def common_memory(group: Communicator) -> str:
@@ -131,9 +139,14 @@ def _machine() -> str:
 
 
 def _interface(setup: WorkerSetup, config: ParallelConfig) -> str:
-    """The network interface for Gloo: the loopback one, unless workers are on several machines."""
-    if setup.local_size == config.world_size or not setup.address:
+    """The network interface for Gloo: the loopback one, unless workers are on several machines.
+
+    "" leaves it to Gloo.
+    """
+    if setup.local_size == config.world_size:
         return "lo"
+    if not setup.address:
+        return ""
     wanted = ipaddress.ip_address(setup.address)
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
@@ -146,20 +159,20 @@ def _interface(setup: WorkerSetup, config: ParallelConfig) -> str:
     )
 
 
-def _store(setup: WorkerSetup, config: ParallelConfig) -> dist.Store:
+def _store(setup: WorkerSetup, config: ParallelConfig) -> Store:
     timeout = timedelta(seconds=config.start_timeout_s)
     if setup.store.startswith("/"):
-        return dist.FileStore(setup.store, config.world_size)
+        return FileStore(setup.store, config.world_size)
     if setup.store == "env://":
-        store, _, _ = next(dist.rendezvous(setup.store, setup.rank, config.world_size))
+        store, _, _ = next(rendezvous(setup.store, setup.rank, config.world_size))
         store.set_timeout(timeout)
-        return dist.PrefixStore("headrace", store)
+        return PrefixStore("headrace", store)
     url = urlsplit(setup.store)
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
         raise ValueError(f"no store at {setup.store!r}")
     if setup.store_fd < 0:
-        return dist.TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
-    return dist.TCPStore(  # on that socket alone: by itself it would listen on every interface
+        return TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
+    return TCPStore(  # on that socket alone: by itself it would listen on every interface
         url.hostname,
         url.port,
         is_master=True,
