@@ -2,7 +2,9 @@
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -10,8 +12,9 @@ import pytest
 
 from headrace.configs.config import EngineConfig
 from headrace.engine_core.client import SyncClient
+from headrace.engine_core.control_messages import Stop
 from headrace.engine_core.messages import EngineCoreRequest
-from headrace.engine_core.supervisor import SupervisorThread
+from headrace.engine_core.supervisor import Supervisor, SupervisorLink, SupervisorThread
 from tests.engine_core.factories import expected_output, make_config, make_request
 from tests.engine_core.fake_executor import NAME
 
@@ -152,3 +155,45 @@ def test_ranks_of_a_hybrid_server() -> None:
         assert run(client, requests) == expected(requests)
     finally:
         client.close()
+
+
+def test_several_clients_see_each_others_requests() -> None:
+    """Through the engine cores' reports; each gets its own outputs, also after a loss."""
+    supervisor = Supervisor(has_worker=False, ends_with_clients=False)
+    links = [
+        SupervisorLink(name, Connection(supervisor.connect(name).detach()), 0.0, has_others=True)
+        for name in ("first", "second")
+    ]
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+    first, second = (SyncClient(link) for link in links)
+    try:
+        first.send_config(config_of(2, 2, 0))
+        first.wait_ready(lambda phase: None)
+        second._session.config = config_of(2, 2, 0)
+        second.wait_ready(lambda phase: None)
+        busy = make_requests("first")
+        for request in busy:
+            first.add_request(request, rank=0)
+        router = second._session.router
+        while router.load(0) < 500:  # that is what it hears of the other's requests
+            second.get_outputs()
+        assert router.load(1) == 0
+        few = make_requests("second")[:4]
+        assert run(second, few) == expected(few)
+        assert router.decisions[1].total() == 4 and not router.decisions[0]
+        psutil.Process(pids(first)[1]).kill()
+        again = make_requests("again")
+        assert run(second, again) == expected(again)
+        left = {request.request_id for request in busy}
+        while left:
+            for output in first.get_outputs().outputs:
+                assert output.request_id.startswith("first")
+                if output.request_id not in first._session.ledger:
+                    left.discard(output.request_id)
+    finally:
+        links[0].channel.send(Stop())
+        thread.join(10)
+        first.close()
+        second.close()
+    assert not thread.is_alive()
