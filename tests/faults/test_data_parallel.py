@@ -1,5 +1,6 @@
 """Two replicas under one front end: the same texts as from one, also when a replica is killed."""
 
+import asyncio
 import json
 import os
 import re
@@ -12,7 +13,14 @@ import httpx
 import psutil
 import pytest
 
-from headrace import LLM, EngineArgs, LLMEngine, SamplingParams
+from headrace import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    EngineArgs,
+    LLMEngine,
+    SamplingParams,
+)
 from headrace.configs.errors import ConfigurationError
 from tests.e2e.server_process import ServerProcess, run_directories, wait_until
 from tests.e2e.tiny_model import ENGINE_ARGUMENTS, save_tiny_model
@@ -138,6 +146,33 @@ def test_an_external_replica_has_its_rank(tiny_model: Path) -> None:
         done, ranks = run(engine)
         assert len(done) == len(PROMPTS) and ranks == {3}
         assert list(pids(engine)) == [3]
+    finally:
+        engine.close()
+
+
+def test_a_caller_pins_a_rank(tiny_model: Path) -> None:
+    arguments = {**ENGINE_ARGUMENTS, **TWO}
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(tiny_model), **arguments))
+
+    async def go() -> None:
+        for rank in (0, 1, 1):
+            outputs = engine.generate(
+                {"prompt_token_ids": [256, 1]}, params(0), f"r{rank}", data_parallel_rank=rank
+            )
+            assert [output async for output in outputs][-1].finished
+        with pytest.raises(ValueError, match=r"out of range \[0, 2\)"):
+            await engine.add_request("r", "a", params(0), data_parallel_rank=2)
+        await engine.reset_prefix_cache()
+
+    try:
+        asyncio.run(go())
+        client = engine.engine._client
+        assert client is not None
+        decisions = client._session.router.decisions
+        assert {rank: dict(counts) for rank, counts in decisions.items()} == {
+            0: {"pinned": 1},
+            1: {"pinned": 2},
+        }
     finally:
         engine.close()
 
