@@ -59,6 +59,7 @@ class RequestLedger:
         return list(self._entries.values())
 
     def get(self, request_id: str) -> LedgerEntry | None:
+        """None once it has ended."""
         return self._entries.get(request_id)
 
     def add(self, request: EngineCoreRequest, pinned_to: int | None = None) -> LedgerEntry:

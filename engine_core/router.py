@@ -6,7 +6,8 @@ several API servers know of each other's. What this client has sent since is add
 says that it is counted. All of it is arithmetic: no sockets, no clocks.
 """
 
-from collections import Counter
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from headrace.engine_core.output_lengths import UNKNOWN_LENGTH, OutputLengths
 
 # Replicas up to this far above the mean count as equally loaded, so that a prefix decides.
 SLACK = 0.08
-MAX_REMEMBERED_BLOCKS = 32_768  # per replica; some 4 MB
+MAX_REMEMBERED_BLOCKS = 32_768  # per replica; some 6 MB
 MAX_HASHED_BLOCKS = 1_024  # of a prompt; a longer common prefix counts as that long
 HOME_BLOCKS = 16  # leading blocks that decide where several clients look for a prefix first
 
@@ -28,7 +29,8 @@ class RecentPrefixes:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._hashes: dict[int, None] = {}  # the longest unused first
+        # The longest unused first. A dict would search for its first entry past those removed.
+        self._hashes: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -44,10 +46,10 @@ class RecentPrefixes:
     def add(self, hashes: Sequence[int]) -> None:
         known = self._hashes
         for value in reversed(hashes):
-            known.pop(value, None)
             known[value] = None
+            known.move_to_end(value)
         while len(known) > self._max_blocks:
-            del known[next(iter(known))]
+            known.popitem(last=False)
 
     def clear(self) -> None:
         self._hashes.clear()
@@ -131,6 +133,7 @@ class Router:
         ranks = self.ranks if among is None else sorted(among)
         hashes: list[int] = []
         num_cached = 0
+        why: RoutingReason
         if len(self._replicas) == 1:  # nothing to choose, nothing to remember
             rank, why = ranks[0], reason or "only"
         else:
@@ -158,11 +161,11 @@ class Router:
         if replica is None:
             return
         replica.reported = num_outstanding
-        for request_id, (number, _) in list(replica.uncounted.items()):
-            if number > num_received:
-                break
-            replica.forget(request_id)
-            del self._places[request_id]
+        counted = itertools.takewhile(
+            lambda item: item[1][0] <= num_received, replica.uncounted.items()
+        )
+        for request_id in [request_id for request_id, _ in counted]:
+            self.forget(request_id)
 
     def forget_prefixes(self) -> None:
         """The replicas' caches were emptied."""

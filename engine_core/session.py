@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import deque
 
+import msgspec
 import zmq
 
 from headrace.configs.config import EngineConfig, RecoveryConfig
@@ -106,11 +107,10 @@ class Session:
     def ready(self) -> Ready | None:
         """Facts of the first replica that has been up, with what all of them can hold."""
         known = [view.ready for _, view in sorted(self.replicas.items()) if view.ready is not None]
-        if not known:
-            return None
-        if len(known) > 1:
-            known[0].max_request_tokens = min(ready.max_request_tokens for ready in known)
-        return known[0]
+        if len(known) < 2:
+            return known[0] if known else None
+        least = min(ready.max_request_tokens for ready in known)
+        return msgspec.structs.replace(known[0], max_request_tokens=least)
 
     # -- to the engine cores ------------------------------------------------------------------
 
@@ -322,8 +322,8 @@ class Session:
                     continue
         replica.down = None
         for entry in self.ledger.waiting():
-            was_sent = entry.was_sent
-            if self._send(entry, "returned" if was_sent else None):
+            was_sent, reason = entry.was_sent, _reason_to_return(entry, event.rank)
+            if self._send(entry, reason):
                 num_replayed += was_sent
                 num_new += not was_sent
         if down is None:
@@ -376,6 +376,13 @@ class Session:
         )
         message.stats.routed = dict(self.router.decisions.get(replica.rank, {}))
         return message
+
+
+def _reason_to_return(entry: LedgerEntry, rank: int) -> RoutingReason | None:
+    """Why a request that waits is sent when the replica `rank` has come back."""
+    if not entry.was_sent:
+        return "pinned" if entry.is_pinned else None
+    return "returned" if entry.rank == rank else "moved"
 
 
 def _crash_fault(event: control.EngineDown) -> RequestFault:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
@@ -426,7 +427,7 @@ def _up(replica: Replica, process: EngineCoreProcess) -> control.EngineUp:
     return control.EngineUp(replica.rank, process.epoch, str(process.socket_path), process.ready)
 
 
-def _with_parallel(config: EngineConfig, **changes: int) -> EngineConfig:
+def _with_parallel(config: EngineConfig, **changes: Any) -> EngineConfig:
     parallel = dataclasses.replace(config.parallel_config, **changes)
     return dataclasses.replace(config, parallel_config=parallel)
 

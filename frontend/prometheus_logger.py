@@ -233,7 +233,7 @@ class PrometheusStatLogger(StatLoggerBase):
 
     def _gauges(self) -> Iterator[Metric]:
         for name, (field, help) in GAUGES.items():
-            yield self._gauge(name, help, lambda r, field=field: {(): getattr(r.engine, field)})
+            yield self._gauge(name, help, _field_of_engine(field))
         help = "share of KV-cache blocks in use, 0 to 1"
         yield self._gauge("kv_cache_usage_perc", help, lambda r: {(): _usage(r.engine)})
         yield self._gauge(
@@ -276,7 +276,7 @@ class PrometheusStatLogger(StatLoggerBase):
 
     def _counters(self) -> Iterator[Metric]:
         for name, (_, help) in ENGINE_COUNTERS.items():
-            yield self._counter(name, help, lambda r, name=name: {(): r.engine_totals[name]})
+            yield self._counter(name, help, _engine_total(name))
         help = "requests that this front end sent there, by why it did"
         yield self._counter(
             "routed_requests", help, lambda r: {(k,): v for k, v in r.routed.items()}, "reason"
@@ -305,6 +305,14 @@ class PrometheusStatLogger(StatLoggerBase):
             for extra, value in read(replica).items():
                 family.add_metric((*self._labels(rank), *extra), value, created=self._created)
         return family
+
+
+def _field_of_engine(field: str) -> Callable[[_Replica], Labelled]:
+    return lambda replica: {(): getattr(replica.engine, field)}
+
+
+def _engine_total(name: str) -> Callable[[_Replica], Labelled]:
+    return lambda replica: {(): replica.engine_totals[name]}
 
 
 def _usage(engine: EngineStats) -> float:

@@ -137,6 +137,9 @@ class ServerSupervisor(Supervisor):
             0.0 if self._is_draining else self._setup.options.shutdown_timeout
         )
         self._is_draining = True
+        # Only API servers hold it now: with the last of them, connections are refused, and do not
+        # wait here for an answer that does not come.
+        self._listener.close()
         self.later(limit_s, self._kill_api_servers)  # they end by themselves, unless they hang
         for process in self._running():
             process.send_signal(number)

@@ -11,7 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.configs.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import ChoiceState, EngineCoreOutput, EngineCoreRequest
 from headrace.engine_core.scheduler import Scheduler
@@ -45,6 +51,7 @@ def make_config(
     ageing_s: float = 10.0,
     weight_version: str = "default",
     vocab_size: int = VOCAB_SIZE,
+    num_replicas: int = 1,
 ) -> EngineConfig:
     return EngineConfig(
         model_config=ModelConfig(
@@ -68,6 +75,9 @@ def make_config(
             policy=policy,  # type: ignore[arg-type]
             max_bypasses=max_bypasses,
             ageing_s=ageing_s,
+        ),
+        parallel_config=ParallelConfig(
+            data_parallel_size=num_replicas, data_parallel_size_local=num_replicas
         ),
     )
 

@@ -1,12 +1,16 @@
 """What the scheduler tells beside tokens: times, counters, scores of prompts."""
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.configs.errors import InvalidRequestError
+from headrace.engine_core.request import WaitsFor
 from headrace.workers.protocol import ChoiceId
-from tests.engine_core.factories import FakeEngine, make_request, make_scheduler
+from tests.engine_core.factories import EOS, FakeEngine, make_request, make_scheduler
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
@@ -197,3 +201,60 @@ def test_steps_without_tokens_are_not_counted() -> None:
     engine.add(make_request("a", [1] * 5, max_tokens=3, ignore_eos=True))
     engine.drain()  # the last step only tells the worker that the request has ended
     assert engine.scheduler.stats().step == 3 < engine.num_steps
+
+
+def outstanding(engine: FakeEngine) -> int:
+    """Tokens to compute and outputs expected, choice by choice."""
+    total = 0
+    for choice in engine.scheduler._live_choices():
+        total += choice.num_expected_tokens
+        if choice.waits_for is WaitsFor.NOTHING:
+            total += max(0, len(choice.token_ids) - choice.num_computed_tokens)
+    return total
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 14), st.integers(1, 20), st.integers(1, 3)), max_size=7),
+    st.integers(8, 30),
+    st.integers(1, 2),
+    st.integers(0, 30),
+)
+def test_outstanding_tokens_are_those_of_the_live_choices(
+    shapes: list[tuple[int, int, int]], num_blocks: int, depth: int, abort_at: int
+) -> None:
+    """Through chunks, forks, preemptions and aborts; 0 at the end.
+
+    A fork that gives its shared blocks up while it waits is not counted anew.
+    """
+    engine = FakeEngine(num_blocks=num_blocks, depth=depth, num_replicas=2)
+    for i, (num_prompt, max_tokens, n) in enumerate(shapes):
+        prompt = [1 + (i + j) % 20 for j in range(num_prompt)]
+        request = make_request(str(i), prompt, max_tokens=max_tokens, n=n, ignore_eos=True)
+        with contextlib.suppress(InvalidRequestError):  # too long for the pool
+            engine.add(request)
+    steps = 0
+    while engine.scheduler.stats().num_requests and steps < 500:
+        if steps == abort_at:
+            engine.abort("0")
+        engine.step()
+        told, wanted = engine.scheduler.stats().num_outstanding_tokens, outstanding(engine)
+        assert told == wanted or (told < wanted and any(n > 1 for _, _, n in shapes))
+        steps += 1
+    assert engine.scheduler.stats().num_outstanding_tokens == 0
+
+
+def test_expected_outputs_are_learnt() -> None:
+    """Counted only where clients choose between replicas."""
+    engine = FakeEngine(num_blocks=200, max_model_len=400, num_replicas=2)
+    engine.add(make_request("a", PROMPT, max_tokens=300, ignore_eos=True))
+    assert engine.scheduler.stats().num_outstanding_tokens == len(PROMPT) + 300
+    engine.abort("a")
+    for i in range(30):
+        engine.add(make_request(str(i), [EOS - 2], max_tokens=300, stop_token_ids=list(range(32))))
+        engine.drain()
+    engine.add(make_request("b", PROMPT, max_tokens=300, ignore_eos=True))
+    assert engine.scheduler.stats().num_outstanding_tokens < 100
+    alone = FakeEngine(num_blocks=200, max_model_len=400)
+    alone.add(make_request("a", PROMPT, max_tokens=300, ignore_eos=True))
+    assert alone.scheduler.stats().num_outstanding_tokens == 0

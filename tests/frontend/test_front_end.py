@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from headrace.configs.config import EngineConfig, ModelConfig, SchedulerConfig
+from headrace.configs.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from headrace.configs.errors import InvalidRequestError
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.messages import (
@@ -207,3 +207,48 @@ def test_statistics_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
         "1.8 prompt tokens/s, 6.0 output tokens/s, 2 running, 1 waiting, KV cache 25.0 %, "
         "prefix hits 0.0 %"
     ]
+
+
+def test_statistics_line_of_replicas(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("headrace.frontend.stats_line.time.monotonic", lambda: now[0])
+    line = LoggingStatLogger(interval_s=5.0)
+    with caplog.at_level(logging.INFO):
+        for now[0], rank, running in ((100.0, 0, 2), (101.0, 1, 3), (105.0, 0, 4)):
+            stats = Stats(0.0, num_running_sys=running, num_waiting_sys=rank, engine_rank=rank)
+            stats.gpu_cache_usage_sys = running / 10
+            stats.engine.num_outstanding_tokens = 10 * running
+            line.log(stats)
+    (record,) = caplog.records
+    assert "7 running, 1 waiting, KV cache 35.0 %" in record.message
+    assert record.message.endswith("by replica 0: 4+0 (40 tokens), 1: 3+1 (30 tokens)")
+
+
+def test_statistics_of_replicas_add_up() -> None:
+    recorder = Recorder()
+    parallel = ParallelConfig(data_parallel_size=2, data_parallel_size_local=2)
+    config = replace(CONFIG, parallel_config=parallel)
+    loggers = StatLoggers({"a": recorder})
+    front_end = FrontEnd(config, READY, Renderer(MODEL, None), loggers, num_blocks={0: 8, 1: 6})
+    assert front_end.stats.num_free_blocks == 14
+    for rank, running in ((0, 2), (1, 3), (0, 1)):
+        stats = EngineStats(step=rank + 5, num_running=running, num_preemptions=rank, num_blocks=7)
+        front_end.process(EngineCoreOutputs([], stats, rank=rank))
+        assert front_end.stats is front_end.stats  # the queue's gate tells news by identity
+    assert front_end.progress()["running"] == 4 and front_end.progress()["step"] == 11
+    assert [record.engine_rank for record in recorder.records] == [0, 1, 0]
+    assert [record.num_preemption_iter for record in recorder.records] == [0, 1, 0]
+    front_end.log_stats()
+    assert [record.engine_rank for record in recorder.records[3:]] == [0, 1]
+
+
+def test_ranks_that_are_here() -> None:
+    parallel = ParallelConfig(data_parallel_size=4, data_parallel_start_rank=2)
+    front_end = make_front_end(config=replace(CONFIG, parallel_config=parallel))
+    front_end.check_rank(None)
+    front_end.check_rank(2)
+    for rank in (-1, 0, 3):
+        with pytest.raises(InvalidRequestError, match=r"out of range \[2, 3\)"):
+            front_end.check_rank(rank)

@@ -1,6 +1,7 @@
 """Engine metrics: names, labels, buckets, and that everything counts once."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig
+from headrace.configs.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from headrace.engine_core.messages import EngineStats
 from headrace.frontend.http.metrics import expose
 from headrace.frontend.prometheus_logger import (
@@ -215,3 +216,30 @@ def test_the_page_lists_every_metric():
         rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
     engine_part = page.split("The HTTP server adds")[0]
     assert rows == [line for line in engine_part.splitlines() if line.startswith("| `")]
+
+
+def test_series_of_replicas():
+    """Each has its rank among all; a record counts for its own replica only."""
+    parallel = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2,
+                              data_parallel_start_rank=2)  # fmt: skip
+    logger = PrometheusStatLogger(replace(CONFIG, parallel_config=parallel))
+    iteration = IterationStats(num_generation_tokens=5, finished=[finished()])
+    engine = EngineStats(step=3, num_outstanding_tokens=70, routed={"load": 4, "moved": 1})
+    logger.log(make_stats(engine, iteration, 0, rank=3))
+    logger.log(make_stats(EngineStats(step=1), IterationStats(), 0, rank=2))
+    text = generate_latest(logger.registry).decode()
+    found = {
+        (s.name.removeprefix("headrace:"), s.labels["engine"], s.labels.get("reason")): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+    assert {engine for _, engine, _ in found} == {"2", "3"}
+    assert found["engine_steps_total", "2", None] == 1
+    assert found["engine_steps_total", "3", None] == 3
+    assert found["outstanding_tokens", "3", None] == 70
+    assert found["generation_tokens_total", "2", None] == 0
+    assert found["generation_tokens_total", "3", None] == 5
+    assert found["routed_requests_total", "3", "load"] == 4
+    assert found["routed_requests_total", "2", "load"] == 0
+    assert found["e2e_request_latency_seconds_count", "2", None] == 0
+    assert found["e2e_request_latency_seconds_count", "3", None] == 1
