@@ -69,6 +69,13 @@ def stored_types(path: str | Path) -> dict[str, str]:
     return {spec.name: tensor.type_name for spec, tensor in weights if len(spec.shape) == 2}
 
 
+def is_derived(name: str) -> bool:
+    """Whether a checkpoint may have this tensor although the model needs none: a buffer that
+    follows from the config, or a head that is the embedding.
+    """
+    return name == _TIED_HEAD or name.endswith(_SAVED_BUFFERS)
+
+
 def rounded_to_int8(
     weights: Iterable[Weight], names: Container[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
@@ -186,8 +193,8 @@ def _checked_names(
         )
     unknown = sorted(
         name
-        for name in set(stored) - set(layout) - {_TIED_HEAD}
-        if not name.endswith(_SAVED_BUFFERS)
+        for name in set(stored) - set(layout)
+        if not is_derived(name)
     )
     if unknown:
         raise ModelFileError(
