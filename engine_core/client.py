@@ -58,11 +58,29 @@ class InprocClient:
         outputs, self._outputs = self._outputs, []
         if self._core.has_work():
             outputs = outputs + self._core.step()
-        return EngineCoreOutputs(outputs, self._core.stats(), time.time())
+        self._core.advance()
+        version = self._core.weight_version
+        return EngineCoreOutputs(outputs, self._core.stats(), time.time(), version)
 
-    def call(self, method: str, timeout: float | None = None) -> Any:
-        """Run a utility of the engine core; `timeout` does not interrupt it."""
-        return _result_value(self._core.call(UtilityCall(0, method)))
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that compute now."""
+        return self._core.weight_version
+
+    def call(
+        self, method: str, timeout: float | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a utility of the engine core; `timeout` does not interrupt it.
+
+        One that waits until nothing runs makes the steps for that itself; their outputs come with
+        the next `get_outputs`.
+        """
+        results: list[UtilityResult] = []
+        self._core.call(UtilityCall(0, method, dict(kwargs or {})), results.append)
+        while not results:
+            self._outputs += self._core.step()
+            self._core.advance()
+        return _result_value(results[0])
 
     def call_workers(
         self,
@@ -121,10 +139,17 @@ class SyncClient:
             if isinstance(message, EngineCoreOutputs):
                 return message
 
-    def call(self, method: str, timeout: float | None = None) -> Any:
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the last outputs came from."""
+        return self._session.weight_version
+
+    def call(
+        self, method: str, timeout: float | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Run a utility of the engine core and return its value; TimeoutError after `timeout` s."""
         self._num_calls += 1
-        call = UtilityCall(self._num_calls, method)
+        call = UtilityCall(self._num_calls, method, dict(kwargs or {}))
         return _result_value(self._answer(call, method, timeout))
 
     def call_workers(
@@ -306,10 +331,17 @@ class AsyncClient:
             self._news.clear()
             await self._news.wait()
 
-    async def call(self, method: str, timeout: float | None = None) -> Any:
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the last outputs came from."""
+        return self._session.weight_version
+
+    async def call(
+        self, method: str, timeout: float | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Run a utility of the engine core."""
         self._num_calls += 1
-        call = UtilityCall(self._num_calls, method)
+        call = UtilityCall(self._num_calls, method, dict(kwargs or {}))
         return _result_value(await self._answer(call, method, timeout))
 
     async def call_workers(

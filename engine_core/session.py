@@ -60,6 +60,7 @@ class Session:
         self.error: HeadraceError | None = None  # no engine core will come any more
         self.closed = False
         self.num_connections = 0
+        self.weight_version = ""  # of the last outputs
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._recovery = RecoveryConfig()
         self._down: control.EngineDown | None = None
@@ -117,6 +118,7 @@ class Session:
             accepted = map(self.ledger.accept, message.outputs)
             message.outputs = [output for output in accepted if output is not None]
             message.stats = self._stats = self._total(message.stats)
+            self.weight_version = message.weight_version or self.weight_version
         return message
 
     def take_event(self, event: control.ToClient | None) -> list[FromCore]:
@@ -200,6 +202,7 @@ class Session:
                 fault = self._obstacle(entry, before, event.ready, down)
                 if fault is not None:
                     outputs += self.ledger.fail(entry.request.request_id, fault)
+        self.weight_version = event.ready.weight_version
         num_replayed = sum(entry.was_sent for entry in self.ledger.entries())
         for request in self.ledger.replays(event.rank):
             self.connection.send(request)
@@ -230,8 +233,8 @@ class Session:
             )
         elif not entry.has_output:
             return None
-        elif before.weight_version != after.weight_version:
-            reason = f"weights {before.weight_version} became {after.weight_version}"
+        elif self.weight_version != after.weight_version:
+            reason = f"weights {self.weight_version} became {after.weight_version}"
         elif before.contract_id != after.contract_id:
             reason = f"numerics {before.contract_id} became {after.contract_id}"
         else:
@@ -250,7 +253,7 @@ class Session:
             num_free_blocks=self._stats.num_blocks,
             num_blocks=self._stats.num_blocks,
         )
-        return EngineCoreOutputs(outputs, self._stats, time.time())
+        return EngineCoreOutputs(outputs, self._stats, time.time(), self.weight_version)
 
     def _total(self, stats: EngineStats) -> EngineStats:
         """Counters since the start of this client; changes `stats`."""

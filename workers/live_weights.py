@@ -24,10 +24,7 @@ from headrace.workers.weight_update import WeightUpdate
 
 # Where a model's weights are. "readable": a checkpoint has them; "discarded": nobody has.
 WeightsState = Literal["loaded", "readable", "spilled", "discarded"]
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float64", "float32", "bfloat16", "float16")
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 class LiveWeights:

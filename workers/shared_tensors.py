@@ -37,9 +37,7 @@ def shared_tensors(
     sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
     starts, num_bytes = tensor_starts(sizes)
     memory = _mapped(path, num_bytes)
-    for name, dtype, shape, start, count in zip(
-        names, dtypes, shapes, starts, counts, strict=True
-    ):
+    for name, dtype, shape, start, count in zip(names, dtypes, shapes, starts, counts, strict=True):
         if not count:
             raise InvalidRequestError(f"{name} has the shape {list(shape)}: nothing", "shapes")
         flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
@@ -56,9 +54,7 @@ def write_shared(tensors: Sequence[torch.Tensor]) -> int:
     os.ftruncate(fd, max(1, num_bytes))
     memory = mmap.mmap(fd, max(1, num_bytes))
     for start, tensor in zip(starts, tensors, strict=True):
-        flat = torch.frombuffer(
-            memory, dtype=tensor.dtype, count=tensor.numel(), offset=start
-        )
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
         flat.copy_(tensor.detach().reshape(-1))
     return fd
 

@@ -191,11 +191,7 @@ def _checked_names(
             f"{directory}: {len(missing)} of {len(layout)} weights are missing, the first is "
             f"{missing[0]}. Download the model again"
         )
-    unknown = sorted(
-        name
-        for name in set(stored) - set(layout)
-        if not is_derived(name)
-    )
+    unknown = sorted(name for name in set(stored) - set(layout) if not is_derived(name))
     if unknown:
         raise ModelFileError(
             f"{directory}: {len(unknown)} tensors do not belong to the architecture in "

@@ -62,7 +62,9 @@ class SpilledWeights:
 
     def __init__(self, model: Decoder, folder: str | None) -> None:
         """Raises RequestFailedError if the disk cannot hold them; the model is as it was then."""
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder, prefix="headrace-weights-")
+        self._file: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115 (it lives as long as we do)
+            dir=folder, prefix="headrace-weights-"
+        )
         try:
             for piece in weight_memory(model):
                 for start in range(0, piece.nbytes, _CHUNK_BYTES):

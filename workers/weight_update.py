@@ -1,4 +1,4 @@
-"""New weights on one worker: beside those that serve, until they take their place or are dropped."""
+"""New weights on a worker: beside those that serve, until they take their place or are dropped."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -142,8 +142,7 @@ class WeightUpdate:
                 )
             if tuple(tensor.shape) != tuple(spec.shape):
                 raise InvalidRequestError(
-                    f"{name} has shape {list(tensor.shape)}, but the model's is "
-                    f"{list(spec.shape)}",
+                    f"{name} has shape {list(tensor.shape)}, but the model's is {list(spec.shape)}",
                     "shapes",
                 )
             if name in slots:

@@ -12,8 +12,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from headrace.configs.errors import InvalidRequestError
-
 TRAINER_RANK = 0
 _PREFIX = "headrace-weights"
 
@@ -88,12 +86,3 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def checked_address(address: object, port: object) -> tuple[str, int]:
-    """Raises InvalidRequestError for what names no place to meet."""
-    if not isinstance(address, str) or not address:
-        raise InvalidRequestError("init_info needs master_address, a name or number", "init_info")
-    if type(port) is not int or not 0 < port < 65536:
-        raise InvalidRequestError("init_info needs master_port, in [1, 65535]", "init_info")
-    return address, port
