@@ -258,7 +258,7 @@ class Maintenance:
 
         Weights of level 2 are there only when they have been loaded.
         """
-        self._check_sleep(self._asleep == {"kv_cache"})
+        self._check_sleep()
         wanted = set(SLEEP_TAGS if tags is None else tags)
         if unknown := wanted - set(SLEEP_TAGS):
             raise InvalidRequestError(
@@ -279,6 +279,7 @@ class Maintenance:
 
     def release_kv_cache_memory(self) -> None:
         """Give the KV cache's memory back alone; `wake_up` with the tag kv_cache takes it again."""
+        self._check_sleep()
         if not self._is_paused or self._waiting or self._asleep:
             raise WrongStateError("the engine must be paused, with nothing running, and awake")
         self._scheduler.forget_kv()
@@ -317,8 +318,8 @@ class Maintenance:
         elif tag == "scheduling":
             self._asleep.add(tag)
 
-    def _check_sleep(self, has_released_cache: bool = False) -> None:
-        if not (self._config.sleep_config.is_enabled or has_released_cache):
+    def _check_sleep(self) -> None:
+        if not self._config.sleep_config.is_enabled:
             raise WrongStateError("the engine was started without --enable-sleep-mode")
 
     # -- weights ------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.front_end import FrontEnd
 from headrace.frontend.inputs import PromptType
+from headrace.frontend.maintenance_calls import MaintenanceCalls
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.renderer import Renderer
 from headrace.frontend.start_engine import resolve, spawn, start_blocking
@@ -38,7 +39,6 @@ from headrace.frontend.unsupported import (
     TRACING,
     UnsupportedMethods,
     refuse_given,
-    refuse_sleep,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Output = TypeVar("Output")
 
 
-class LLMEngine(EngineAttributes, UnsupportedMethods):
+class LLMEngine(EngineAttributes, MaintenanceCalls, UnsupportedMethods):
     """An engine core and the front end for it, driven by one thread.
 
     The step loop runs in the engine core (a child process; HEADRACE_MULTIPROCESSING=0: this one):
@@ -325,18 +325,6 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
     def is_tracing_enabled(self) -> bool:
         """Whether requests are traced; never yet."""
         return False
-
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps; never, without sleep mode."""
-        return False
-
-    def sleep(self, level: int = 1) -> None:
-        """AssertionError: sleep mode is not enabled."""
-        refuse_sleep()
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """AssertionError: sleep mode is not enabled."""
-        refuse_sleep()
 
     def start_profile(self) -> None:
         """Begin a torch profile; ConfigurationError without a directory for traces."""
