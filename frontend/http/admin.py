@@ -27,15 +27,15 @@ class CollectiveRpcBody(RequestBody, kw_only=True, frozen=True):
     """A worker's method by name; arguments that JSON can hold. `timeout`: seconds."""
 
     method: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: list[Any] = msgspec.field(default_factory=list)
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     timeout: float | None = None
 
 
 class InitBody(RequestBody, kw_only=True, frozen=True):
     """How to meet the trainer."""
 
-    init_info: dict[str, Any] = {}
+    init_info: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class UpdateBody(RequestBody, kw_only=True, frozen=True):
@@ -172,35 +172,32 @@ class AdminRoutes:
     ) -> BodyT:
         """The body. Raises RequestRefused; an empty one is {} where it `is_optional`."""
         limits = self._state.options.limits
-        if is_optional and not await request.body():
+        if is_optional and _has_no_body(request):
             return msgspec.convert({}, kind)
         return decode_body(await read_body(request, limits.max_body_bytes), kind, limits).fields
 
 
-ROUTES: Mapping[str, tuple[str, Callable[[AdminRoutes], Handle]]] = {
-    f"/{name}": (method, lambda routes, name=name: getattr(routes, name))
-    for method, names in (
-        ("GET", ("is_paused", "is_sleeping", "weight_info", "get_world_size")),
+# By path, which is the name of the handler: the HTTP method.
+ROUTES: Mapping[str, str] = {
+    **dict.fromkeys(("/is_paused", "/is_sleeping", "/weight_info", "/get_world_size"), "GET"),
+    **dict.fromkeys(
         (
-            "POST",
-            (
-                "pause", "resume", "sleep", "wake_up", "release_kv_cache_memory",
-                "reset_prefix_cache", "reload_weights", "init_weight_transfer_engine",
-                "shutdown_weight_transfer_engine", "start_weight_update",
-                "start_draft_weight_update", "update_weights", "finish_weight_update",
-                "rollback_weight_update", "update_weight_version", "collective_rpc",
-            ),
+            "/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory",
+            "/reset_prefix_cache", "/reload_weights", "/init_weight_transfer_engine",
+            "/shutdown_weight_transfer_engine", "/start_weight_update",
+            "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
+            "/rollback_weight_update", "/update_weight_version", "/collective_rpc",
         ),
-    )
-    for name in names
+        "POST",
+    ),
 }  # fmt: skip
 
 
 def add_admin_routes(app: FastAPI, state: ServerState) -> None:
     """Add them all; the caller guards them with the admin key."""
     routes = AdminRoutes(state)
-    for path, (method, handler_of) in ROUTES.items():
-        app.add_route(path, _answering(handler_of(routes)), [method])
+    for path, method in ROUTES.items():
+        app.add_route(path, _answering(getattr(routes, path.removeprefix("/"))), [method])
 
 
 def _answering(handle: Handle) -> Handle:
@@ -216,6 +213,11 @@ def _answering(handle: Handle) -> Handle:
             return error_response(error)
 
     return endpoint
+
+
+def _has_no_body(request: Request) -> bool:
+    headers = request.headers
+    return "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:

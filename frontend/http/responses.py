@@ -1,7 +1,7 @@
 """Response bodies and stream chunks of the generation routes, key for key as the API has them.
 
-`effective_params` is ours, and there only for clients that ask for it. So is `weight_version`, which
-names the weights that made the answer; a stream has it where it has the fingerprint.
+`effective_params` is ours, and there only for clients that ask for it. Ours is `weight_version`,
+too: it names the weights that made the answer; a stream has it where it has the fingerprint.
 """
 
 from typing import Any
