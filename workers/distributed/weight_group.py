@@ -38,8 +38,6 @@ class WeightGroup:
         listener: socket.socket | None = None
         if is_trainer:  # torch's own listener would take every interface
             listener = socket.create_server((address, port))
-            port = listener.getsockname()[1]
-        self.port = port  # where the others come; 0 was asked for: any that is free
         self._store = dist.TCPStore(
             address,
             port,

@@ -1,0 +1,307 @@
+"""Weights that change, and engines that sleep, under whole engines: outputs are never a mix."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from headrace.configs.errors import EngineNotReadyError, RequestFailedError, WrongStateError
+from headrace.frontend.outputs import RequestOutput
+from headrace.workers.distributed.weight_group import WeightGroup
+from headrace.workers.shared_tensors import write_shared
+from tests.e2e.server_process import wait_until
+from tests.e2e.tiny_model import ENGINE_ARGUMENTS, save_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+PROMPTS = [[256, *range(10 * i, 10 * i + 40)] for i in range(4)]
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
+
+
+def facts(output: RequestOutput) -> list[Any]:
+    """Tokens and scores, to the bit."""
+    return [(c.token_ids, c.cumulative_logprob) for c in output.outputs]
+
+
+def generate(llm: LLM) -> list[list[Any]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return [facts(output) for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+
+
+class Models:
+    """Two checkpoints of one shape, and what cold engines of either give."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.old, self.new = save_tiny_model(root / "old"), save_tiny_model(root / "new")
+        generator = torch.Generator().manual_seed(3)
+        tensors = load_file(self.new / "model.safetensors")
+        for tensor in tensors.values():
+            tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
+        save_file(tensors, self.new / "model.safetensors", {"format": "pt"})
+        self.tensors = tensors
+        self.cold = {}
+        for version, path in (("default", self.old), ("v2", self.new)):
+            llm = LLM(str(path), **ENGINE_ARGUMENTS)
+            self.cold[version] = generate(llm)
+            llm.close()
+        assert self.cold["default"] != self.cold["v2"]
+
+    def arguments(self, **fields: Any) -> dict[str, Any]:
+        return {**ENGINE_ARGUMENTS, "weight_update_root": str(self.root), **fields}
+
+    def llm(self, **fields: Any) -> LLM:
+        return LLM(str(self.old), **self.arguments(**fields))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(params=[1, 2], ids=["one worker", "two shards"])
+def llm(models: Models, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    llm = models.llm(
+        tensor_parallel_size=request.param,
+        weight_transfer_config={"backend": "shm"},
+        enable_sleep_mode=True,
+    )
+    yield llm
+    llm.close()
+
+
+def shared(tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, Any]]:
+    fd = write_shared(list(tensors.values()))
+    info = {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "memory": f"/proc/{os.getpid()}/fd/{fd}",
+    }
+    return fd, info
+
+
+def test_from_a_path_and_from_shared_memory(llm: LLM, models: Models) -> None:
+    """PP21: with a warm cache nothing is found, and outputs are those of a cold start."""
+    assert generate(llm) == models.cold["default"]
+    (warm,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS, use_tqdm=False)
+    assert warm.num_cached_tokens and warm.weight_version == "default"
+    llm.start_weight_update()
+    llm.update_weights({"path": "new"})
+    assert generate(llm) == models.cold["default"]
+    assert llm.finish_weight_update("v2") == "v2" == llm.llm_engine.weight_version
+    (cold,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS, use_tqdm=False)
+    assert cold.num_cached_tokens == 0 and cold.weight_version == "v2"
+    assert generate(llm) == models.cold["v2"]
+
+    fd, info = shared(load_file(models.old / "model.safetensors"))
+    llm.start_weight_update()
+    llm.update_weights(info)
+    os.close(fd)
+    llm.finish_weight_update("v3")
+    assert generate(llm) == models.cold["default"]
+
+
+def test_a_failed_update_changes_nothing(llm: LLM, models: Models) -> None:
+    fd, info = shared(models.tensors)
+    llm.start_weight_update()
+    llm.update_weights(info)
+    with pytest.raises(ValueError, match="no weight of this architecture"):
+        llm.update_weights({**info, "names": ["no.such", *info["names"][1:]]})
+    os.close(fd)
+    with pytest.raises(WrongStateError):
+        llm.finish_weight_update("v2")
+    assert llm.llm_engine.weight_version == "default"
+    assert generate(llm) == models.cold["default"]
+    llm.start_weight_update()
+    llm.rollback_weight_update()
+    assert generate(llm) == models.cold["default"]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_sleep_and_wake(llm: LLM, models: Models, level: int) -> None:
+    llm.sleep(level)
+    assert llm.llm_engine.is_sleeping()
+    with pytest.raises(EngineNotReadyError, match="wake_up"):
+        generate(llm)
+    llm.wake_up(["weights"])
+    llm.wake_up(["kv_cache", "scheduling"])
+    if level == 2:
+        assert llm.llm_engine.is_sleeping()
+        llm.collective_rpc("reload_weights")
+    assert not llm.llm_engine.is_sleeping()
+    llm.llm_engine.resume_generation()
+    assert generate(llm) == models.cold["default"]
+
+
+def test_in_the_callers_process(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_MULTIPROCESSING", "0")
+    llm = models.llm(enable_sleep_mode=True)
+    llm.start_weight_update()
+    llm.update_weights({"path": "new"})
+    llm.finish_weight_update("v2")
+    assert generate(llm) == models.cold["v2"]
+    llm.sleep()
+    llm.wake_up()
+    assert generate(llm) == models.cold["v2"]
+    llm.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_trainer_broadcasts(models: Models, num_workers: int) -> None:
+    llm = models.llm(tensor_parallel_size=num_workers, weight_transfer_config={"backend": "gloo"})
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            group = WeightGroup("127.0.0.1", port, 0, 1 + num_workers, 60.0)
+            group.send(list(models.tensors.values()))
+        except BaseException as error:
+            failures.append(error)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    llm.init_weight_transfer_engine({"master_address": "127.0.0.1", "master_port": port})
+    llm.start_weight_update()
+    _, info = shared(models.tensors)
+    llm.update_weights({key: info[key] for key in ("names", "dtype_names", "shapes")})
+    trainer.join(60)
+    assert not failures and not trainer.is_alive()
+    llm.finish_weight_update("v2")
+    assert generate(llm) == models.cold["v2"]
+    llm.shutdown_weight_transfer_engine()
+    llm.close()
+
+
+async def started(models: Models, **fields: Any) -> AsyncLLMEngine:
+    args = AsyncEngineArgs(str(models.old), **models.arguments(enable_sleep_mode=True, **fields))
+    return AsyncLLMEngine.from_engine_args(args)
+
+
+async def one(engine: AsyncLLMEngine, number: int, name: str) -> RequestOutput:
+    last = None
+    prompt = {"prompt_token_ids": PROMPTS[number]}
+    async for output in engine.generate(prompt, PARAMS, name):
+        last = output
+    assert last is not None
+    return last
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_update_under_load_never_mixes(models: Models, num_workers: int) -> None:
+    async def run() -> None:
+        engine = await started(models, tensor_parallel_size=num_workers)
+        done: list[tuple[int, RequestOutput]] = []
+
+        async def keep_asking(client: int) -> None:
+            for turn in range(12):
+                number = (client + turn) % len(PROMPTS)
+                done.append((number, await one(engine, number, f"{client}-{turn}")))
+
+        clients = [asyncio.create_task(keep_asking(client)) for client in range(6)]
+        while len(done) < 10:
+            await asyncio.sleep(0.005)
+        await engine.start_weight_update()
+        await engine.update_weights({"path": "new"})
+        await engine.finish_weight_update("v2")
+        await asyncio.gather(*clients)
+        versions = [str(output.weight_version) for _, output in done]
+        assert set(versions) == {"default", "v2"}
+        for (number, output), version in zip(done, versions, strict=True):
+            assert facts(output) == models.cold[version][number]
+        engine.engine.abandon()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_pause_modes_with_requests_in_flight(models: Models, mode: str) -> None:
+    async def run() -> None:
+        engine = await started(models)
+        running = [asyncio.create_task(one(engine, i, f"old {i}")) for i in range(4)]
+        await asyncio.sleep(0.02)
+        await engine.pause_generation(mode)
+        late = asyncio.create_task(one(engine, 0, "late"))
+        await asyncio.sleep(0.05)
+        assert await engine.is_paused() and not late.done()
+        if mode != "keep":
+            assert all(task.done() for task in running)
+        await engine.resume_generation()
+        outputs = await asyncio.gather(*running)
+        for number, output in enumerate(outputs):
+            if output.outputs[0].finish_reason == "abort":
+                assert mode == "abort"
+            else:
+                assert facts(output) == models.cold["default"][number]
+        assert facts(await late) == models.cold["default"][0]
+        engine.engine.abandon()
+
+    asyncio.run(run())
+
+
+def test_requests_wait_for_a_sleeping_engine(models: Models) -> None:
+    async def run() -> None:
+        engine = await started(models)
+        await engine.sleep(2)
+        waiting = asyncio.create_task(one(engine, 1, "a"))
+        await engine.wake_up()
+        await asyncio.sleep(0.1)
+        assert not waiting.done() and await engine.is_sleeping(), "there are no weights yet"
+        await engine.start_weight_update()
+        await engine.update_weights({"path": "new"})
+        await engine.finish_weight_update("v2")
+        output = await waiting
+        assert facts(output) == models.cold["v2"][1] and output.weight_version == "v2"
+        engine.engine.abandon()
+
+    asyncio.run(run())
+
+
+def kill_core(llm: LLM) -> None:
+    client: Any = llm.llm_engine._client
+    core = psutil.Process(client.ready.pid)
+    core.send_signal(signal.SIGKILL)
+    wait_until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_killed_engine_core_comes_back_with_the_new_weights(models: Models) -> None:
+    llm = models.llm(enable_sleep_mode=True)
+    llm.start_weight_update()
+    llm.update_weights({"path": "new"})
+    llm.finish_weight_update("v2")
+    kill_core(llm)
+    assert generate(llm) == models.cold["v2"] and llm.llm_engine.weight_version == "v2"
+    llm.sleep(1)
+    kill_core(llm)
+    assert llm.llm_engine.is_sleeping()
+    llm.wake_up()
+    assert generate(llm) == models.cold["v2"]
+    llm.llm_engine.pause_generation()
+    kill_core(llm)
+    assert llm.llm_engine.is_paused()
+    llm.llm_engine.resume_generation()
+    assert generate(llm) == models.cold["v2"]
+    llm.close()
+
+
+def test_an_update_that_is_lost_with_its_engine_core(models: Models) -> None:
+    llm = models.llm()
+    llm.start_weight_update()
+    llm.update_weights({"path": "new"})
+    kill_core(llm)
+    with pytest.raises(RequestFailedError):
+        llm.finish_weight_update("v2")
+    assert generate(llm) == models.cold["default"]
+    llm.close()
