@@ -220,22 +220,26 @@ class Maintenance:
 
     # -- sleep --------------------------------------------------------------------------------
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> object:
+    def sleep(self, level: int = 1, mode: str | None = None) -> object:
         """Pause in `mode`, then give memory back; new requests are held until the engine is awake.
 
+        `mode` None: as the engine is paused already, or "abort".
         Level 0: none of it. 1: weights, which come back by themselves, and KV cache. 2: both, and
         the weights have to be loaded again.
         """
         self._check_sleep()
         if type(level) is not int or not 0 <= level <= MAX_SLEEP_LEVEL:
             raise InvalidRequestError(f"level must be 0, 1 or 2, got {level!r}", "level")
-        checked = _checked_mode(mode)
+        if mode is None and not self._scheduler.is_paused:
+            mode = "abort"
+        checked = None if mode is None else _checked_mode(mode)
         if self._asleep:
             logger.warning("sleep(level=%d) was ignored: the engine sleeps already", level)
             return None
         if self._session.is_open:
             raise WrongStateError("a weight update is going on: finish it, or roll it back")
-        self._scheduler.pause(checked)
+        if checked is not None:
+            self._scheduler.pause(checked)
 
         def settle() -> None:
             self._sleep_level, self._asleep = level, {"scheduling"}

@@ -26,7 +26,6 @@ Method = str | Callable[..., Any]
 READING_METHODS = frozenset(
     {
         "start_profile", "stop_profile", "start_op_profile", "stop_op_profile", "reload_weights",
-        "weight_facts", "time_all_reduce",
     }
 )  # fmt: skip
 MAX_PLAIN_DEPTH = 64  # of nested lists and dicts; what is deeper is pickled

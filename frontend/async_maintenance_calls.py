@@ -33,10 +33,10 @@ class AsyncMaintenanceCalls:
         """Whether some memory, or scheduling, is still asleep."""
         return self.config.sleep_config.is_enabled and bool(await self._call("is_sleeping"))
 
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    async def sleep(self, level: int = 1) -> None:
         """As `LLMEngine.sleep`."""
         check_sleep_mode(self.config)
-        await self._call("sleep", level=level, mode=mode)
+        await self._call("sleep", level=level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As `LLMEngine.wake_up`."""

@@ -246,9 +246,9 @@ class LLM:
         """Forget every cached prefix; always possible, so True."""
         return self.llm_engine.reset_prefix_cache(device)
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    def sleep(self, level: int = 1) -> None:
         """Forget cached prefixes and give memory back; see `LLMEngine.sleep`."""
-        self.llm_engine.sleep(level, mode)
+        self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring memory back; see `LLMEngine.wake_up`."""

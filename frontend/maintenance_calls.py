@@ -41,14 +41,15 @@ class MaintenanceCalls:
         """Whether some memory, or scheduling, is still asleep."""
         return self.config.sleep_config.is_enabled and bool(self._client.call("is_sleeping"))
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    def sleep(self, level: int = 1) -> None:
         """Give memory back: 1 keeps the weights in their files or on disk, 2 drops them.
 
-        Level 0 only holds requests. `mode`: as of `pause_generation`. Cached prefixes are lost. The
-        memory is free when this returns. AssertionError without sleep mode.
+        Level 0 only holds requests. What runs is aborted, unless `pause_generation` came first.
+        Cached prefixes are lost. The memory is free when this returns. AssertionError without sleep
+        mode.
         """
         check_sleep_mode(self.config)
-        self._change("sleep", level=level, mode=mode)
+        self._change("sleep", level=level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back "weights", "kv_cache" or, by default, everything; ValueError for other tags.

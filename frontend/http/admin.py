@@ -83,8 +83,7 @@ class AdminRoutes:
         level = request.query_params.get("level", "1")
         if level not in ("0", "1", "2"):
             raise InvalidRequestError(f"level must be 0, 1 or 2, got {level[:20]!r}", "level")
-        mode = request.query_params.get("mode", "abort")
-        await self._call("sleep", level=int(level), mode=mode)
+        await self._call("sleep", level=int(level), mode=request.query_params.get("mode"))
         return json_response({"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, request: Request) -> Response:

@@ -97,7 +97,8 @@ SHORT_FLAGS = {
 # Newer fields: name -> default.
 NEWER: dict[str, Any] = {
     "max_restarts": 10, "restart_window": 600.0, "step_timeout": 300.0,
-    "allow_replay_after_rpc": False,
+    "allow_replay_after_rpc": False, "weight_update_root": None, "weight_transfer_config": None,
+    "sleep_spill_dir": None,
     "logprobs_mode": "raw_logprobs", "kv_cache_memory_bytes": None, "runner": "auto",
     "convert": "auto", "renderer_num_workers": 1, "max_num_queued_reqs": None,
     "max_num_queued_tokens": None, "structured_outputs_config": {}, "attention_backend": None,
@@ -122,7 +123,7 @@ LATER: dict[str, Any] = {
     "allowed_local_media_path": "/media", "code_revision": "main", "tokenizer_revision": "main",
     "disable_sliding_window": True, "enable_prompt_embeds": True,
     "config_format": "mistral", "override_pooler_config": {"normalize": True},
-    "enable_sleep_mode": True, "model_impl": "transformers", "load_format": "pt",
+    "model_impl": "transformers", "load_format": "pt",
     "model_loader_extra_config": {"a": 1}, "ignore_patterns": "*.bin",
     "pt_load_map_location": "cuda", "distributed_executor_backend": "ray",
     "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel_size": 2,

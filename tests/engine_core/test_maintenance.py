@@ -228,6 +228,20 @@ def test_sleep_and_wake(level: int) -> None:
     assert core.journal[-1] == CoreState()
 
 
+def test_what_was_kept_sleeps_too_and_goes_on() -> None:
+    core = Core()
+    request = make_request("a", PROMPT, max_tokens=20, ignore_eos=True)
+    core.engine.add(request)
+    core.engine.step()
+    core.call("pause", mode="keep")
+    core.call("sleep")
+    core.call("wake_up")
+    assert not core.has_work()
+    core.call("resume")
+    core.run()
+    core.engine.assert_output(request)
+
+
 def test_waking_partly() -> None:
     core = Core()
     core.call("sleep")

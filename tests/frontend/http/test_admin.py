@@ -57,7 +57,7 @@ def test_they_take_the_admin_key_alone(call, engine, admin):
         ),
         ("/resume", "resume", {}, None, {"status": "resumed"}),
         (
-            "/sleep", "sleep", {"level": 1, "mode": "abort"}, None,
+            "/sleep", "sleep", {"level": 1, "mode": None}, None,
             {"status": "sleeping", "level": 1},
         ),
         (
