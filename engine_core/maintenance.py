@@ -4,6 +4,7 @@ Each of them is a call that brings the scheduler to rest, if that is not so alre
 on all workers while no step is in flight, and tells the journal.
 """
 
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from headrace.configs.errors import (
     EngineDeadError,
     HeadraceError,
     InvalidRequestError,
+    RequestFailedError,
     UnsupportedFeatureError,
     WrongStateError,
 )
@@ -94,50 +96,52 @@ class Maintenance:
         reply: Reply,
     ) -> None:
         """Run one of `METHODS`; `reply` gets its value or the HeadraceError, now or later."""
+        run = getattr(self, method)
         try:
-            value = self._run(lambda: getattr(self, method)(**kwargs))
-        except TypeError as error:  # of arguments, which come from outside
+            inspect.signature(run).bind(**kwargs)
+        except TypeError as error:
             reply(InvalidRequestError(f"{method}: {error}"))
-        except HeadraceError as error:
-            if isinstance(error, EngineDeadError):
-                raise
-            reply(error)
+            return
+        value = self._run(lambda: run(**kwargs))
+        if isinstance(value, AtRest):
+            self._waiting.append((value.action, reply))
+            if is_at_rest():
+                self.advance()
         else:
-            if isinstance(value, AtRest):
-                self._waiting.append((value.action, reply))
-                if is_at_rest():
-                    self.advance()
-            else:
-                reply(value)
+            reply(value)
 
     def advance(self) -> None:
         """Nothing runs: do what waits for that."""
         while self._waiting:
             action, reply = self._waiting.popleft()
-            try:
-                value = self._run(action)
-            except HeadraceError as error:
-                if isinstance(error, EngineDeadError):
-                    raise
-                reply(error)
-            else:
-                reply(value)
+            reply(self._run(action))
 
     def _run(self, action: Action) -> object:
-        before = self.state()
+        """The value, or the error; what has changed is in the journal then.
+
+        Raises EngineDeadError alone: the engine core that comes next knows nothing of this call.
+        """
+        before, value = self.state(), None
         try:
             with self._unwatched():
-                return action()
-        finally:
-            if self.state() != before:
-                self._on_change(self.state())
+                value = action()
+        except EngineDeadError:
+            raise
+        except HeadraceError as error:
+            value = error
+        except Exception as error:  # no call may end the loop
+            logger.exception("a call of the engine core failed")
+            value = RequestFailedError(f"internal error: {type(error).__name__}: {error}")
+        if self.state() != before:
+            self._on_change(self.state())
+        return value
 
     def state(self) -> CoreState:
         """What the next engine core would have to be brought to."""
         session = self._session
         is_configured = session.version == self._config.model_config.weight_version
         return CoreState(
-            None if is_configured else session.version,
+            None if is_configured and not session.has_new_weights else session.version,
             session.has_new_weights,
             session.source,
             self._is_paused,

@@ -102,6 +102,8 @@ class MaintenanceCalls:
 
     def check_serving(self) -> None:
         """EngineNotReadyError while requests are held: waiting for their outputs would not end."""
+        if self._holds_requests:  # unless a call of the workers has loaded the weights meanwhile
+            self._holds_requests = self.is_paused()
         if self._holds_requests:
             raise EngineNotReadyError(
                 "the engine is paused or asleep, and this thread would wait for ever: call "

@@ -122,9 +122,14 @@ class LiveWeights:
         self._update = self._prepared = None
 
     def note_weight_source(self, path: str | None) -> None:
-        """Remember which checkpoint has the serving weights, if any."""
-        self._source_path = path
-        self._source_stamps = () if path is None or self._is_random(path) else stamps_of(path)
+        """Remember which checkpoint has the serving weights, if any; one that is gone has not."""
+        self._source_path, self._source_stamps = path, ()
+        if path is None or self._is_random(path):
+            return
+        try:
+            self._source_stamps = stamps_of(path)
+        except ModelFileError:
+            self._source_path = None
 
     # -- sleep --------------------------------------------------------------------------------
 

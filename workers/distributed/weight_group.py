@@ -73,8 +73,8 @@ class WeightGroup:
             yield name, tensor
 
     def close(self) -> None:
-        """Leave the group."""
-        self._group.shutdown()
+        """Leave the group: its connections end with the last that refers to them."""
+        del self._group, self._store
 
 
 def _is_loopback(address: str) -> bool:
