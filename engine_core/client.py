@@ -67,6 +67,11 @@ class InprocClient:
         """Of the weights that compute now."""
         return self._core.weight_version
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether outputs are there, or come of a step."""
+        return bool(self._outputs) or self._core.has_work()
+
     def call(
         self, method: str, timeout: float | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -163,6 +168,11 @@ class SyncClient:
         self._num_calls += 1
         call = encode_call(self._num_calls, method, args, kwargs)
         return _worker_values(self._answer(call, _name(method), timeout))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether messages have been received that nobody has taken."""
+        return bool(self._inbox)
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if there is no engine core, and none will come."""

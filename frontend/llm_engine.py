@@ -208,9 +208,12 @@ class LLMEngine(EngineAttributes, MaintenanceCalls, UnsupportedMethods):
 
         A request that fails is over, and its error is raised; outputs of others come with the next
         call. An engine core that dies is replaced, and requests go on; EngineDeadError when no
-        other one will come: all requests are lost.
+        other one will come: all requests are lost. EngineNotReadyError while the engine is paused
+        or asleep and nothing is left to give.
         """
         if not self._outputs and not self._failures and len(self.front_end):
+            if not self._client.has_outputs:
+                self.check_serving()
             self._take(self._next_message())
         if self._failures:
             raise self._failures.popleft()[1]

@@ -172,6 +172,29 @@ def test_sleep_and_wake(llm: LLM, models: Models, num_workers: int, level: int) 
     assert generate(llm) == models.cold("default", num_workers)
 
 
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_thread_does_not_wait_for_itself(
+    models: Models, monkeypatch: pytest.MonkeyPatch, in_process: bool
+) -> None:
+    """Outputs of what was aborted come; then there is an error, and no end of waiting."""
+    monkeypatch.setenv("HEADRACE_MULTIPROCESSING", "0" if in_process else "1")
+    llm = models.llm()
+    engine, prompt = llm.llm_engine, {"prompt_token_ids": PROMPTS[0]}
+    engine.add_request("old", prompt, PARAMS)
+    engine.pause_generation()
+    engine.add_request("new", prompt, PARAMS)
+    finished: dict[str, RequestOutput] = {}
+    with pytest.raises(EngineNotReadyError, match="resume_generation"):
+        while True:
+            finished |= {o.request_id: o for o in engine.step() if o.finished}
+    assert list(finished) == ["old"]
+    engine.resume_generation()
+    while engine.has_unfinished_requests():
+        finished |= {o.request_id: o for o in engine.step() if o.finished}
+    assert facts(finished["new"]) == models.cold("default")[0]
+    llm.close()
+
+
 def test_in_the_callers_process(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_MULTIPROCESSING", "0")
     llm = models.llm(enable_sleep_mode=True)
