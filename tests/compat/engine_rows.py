@@ -11,6 +11,7 @@ from tests.compat.rows import (
     MAINTENANCE,
     SIGNATURES,
     TYPES,
+    UPDATES,
     Row,
     at,
 )
@@ -36,7 +37,7 @@ COROUTINES = (
 NO_INNER_PARTS = at(ENGINES, "test_inner_parts_are_not_offered")
 NO_INNER_STEPS = at(ENGINES, "test_inner_steps_of_the_loop_are_not_offered")
 SLEEP = at(
-    "tests/faults/test_weight_updates.py",
+    UPDATES,
     "test_sleep_and_wake",
     "test_requests_wait_for_a_sleeping_engine",
 ) + at(MAINTENANCE, "test_sleep_and_wake", "test_waking_partly")

@@ -123,13 +123,13 @@ def described(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def test_from_a_path_and_from_shared_memory(llm: LLM, models: Models, num_workers: int) -> None:
     """PP21: with a warm cache nothing is found, and outputs are those of a cold start."""
     assert generate(llm) == models.cold("default", num_workers)
-    (warm,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS, use_tqdm=False)
+    (warm,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], PARAMS, use_tqdm=False)
     assert warm.num_cached_tokens and warm.weight_version == "default"
     llm.start_weight_update()
     llm.update_weights({"path": "new"})
     assert generate(llm) == models.cold("default", num_workers)
     assert llm.finish_weight_update("v2") == "v2" == llm.llm_engine.weight_version
-    (cold,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS, use_tqdm=False)
+    (cold,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], PARAMS, use_tqdm=False)
     assert cold.num_cached_tokens == 0 and cold.weight_version == "v2"
     assert generate(llm) == models.cold("v2", num_workers)
 

@@ -37,7 +37,8 @@ class WeightGroup:
         is_trainer = rank == TRAINER_RANK
         listener: socket.socket | None = None
         if is_trainer:  # torch's own listener would take every interface
-            listener = socket.create_server((address, port))
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family)
         self._store = dist.TCPStore(
             address,
             port,
