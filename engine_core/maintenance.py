@@ -121,7 +121,8 @@ class Maintenance:
 
         Raises EngineDeadError alone: the engine core that comes next knows nothing of this call.
         """
-        before, value = self.state(), None
+        before = self.state()
+        value: object = None
         try:
             with self._unwatched():
                 value = action()
