@@ -248,6 +248,7 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         """Forget cached prefixes and give memory back; see `LLMEngine.sleep`."""
+        self.llm_engine.reset_prefix_cache()
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
