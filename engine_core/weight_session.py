@@ -180,20 +180,27 @@ class WeightSession:
         self._call_workers("rollback_weights")
 
     def restore(self, source: WeightSource | None, version: str) -> None:
-        """Have the weights of an engine core before serve, if a checkpoint has them still."""
+        """Have the weights of an engine core before serve, if a checkpoint has them still.
+
+        Nothing serves yet, so the memory of the first weights goes first; they are back after an
+        exception.
+        """
         if source is None:
             raise ModelFileError("they were sent, and no file has them")
         found = read_source(source.path)
         if found.digest != source.digest:
             raise ModelFileError(f"{source.path} holds other weights by now")
-        self._call_workers("begin_weight_update")
-        self.is_open, self._coming, self._has_tensors = True, found, False
+        self._call_workers("release_weights", 2, False)
         try:
+            self._call_workers("begin_weight_update")
+            self.is_open, self._coming, self._has_tensors = True, found, False
             self._call_workers("put_weights_of_path", found.path)
-        except BaseException:
-            self.roll_back()
+            self._commit(version)
+        except HeadraceError:
+            if self.is_open:
+                self.roll_back()
+            self._call_workers("reload_weights")
             raise
-        self._commit(version)
 
     def rename(self, version: str) -> None:
         """Call the serving weights otherwise."""

@@ -492,8 +492,8 @@ def test_the_journal_brings_a_fresh_engine_core_to_the_same_state(checkpoint: Pa
     new.maintenance.restore(old.journal[-1])
     assert new.maintenance.state() == old.journal[-1]
     assert new.workers.methods == [
-        "begin_weight_update", "put_weights_of_path", "prepare_weights", "commit_weights",
-        "release_kv_cache",
+        "release_weights", "begin_weight_update", "put_weights_of_path", "prepare_weights",
+        "commit_weights", "release_kv_cache",
     ]  # fmt: skip
     new.call("wake_up")
     assert new.call("is_paused")
@@ -516,6 +516,18 @@ def test_weights_that_cannot_be_had_again_are_not_pretended(
     core.maintenance.restore(CoreState("v2", True, source, is_paused=True))
     assert core.maintenance.weight_version == "default" and core.call("is_paused")
     assert core.workers.calls == [] and "v2" in caplog.text
+
+
+@pytest.mark.parametrize("failing", ["put_weights_of_path", "prepare_weights"])
+def test_weights_that_cannot_be_loaded_again_make_room_for_the_first_ones(
+    checkpoint: Path, failing: str
+) -> None:
+    core = Core(root=checkpoint.parent)
+    core.workers.failing = {failing}
+    core.maintenance.restore(CoreState("v2", True, read_source(checkpoint)))
+    assert core.maintenance.weight_version == "default"
+    assert core.workers.methods[-2:] == ["rollback_weights", "reload_weights"]
+    assert core.generate("a") == 0
 
 
 def test_another_name_for_the_same_weights() -> None:
