@@ -156,6 +156,30 @@ class RecoveryConfig:
     allow_replay_after_rpc: bool = False
 
 
+WeightTransferBackend = Literal["gloo", "shm"]
+
+
+@dataclass(frozen=True)
+class WeightTransferConfig:
+    """How weights may be replaced while the engine runs; by default not at all.
+
+    `update_root`: absolute path of the folder below which checkpoints may be named. `backend`: how
+    tensors come from another process: broadcast in a group of torch.distributed, or in shared
+    memory.
+    """
+
+    update_root: str | None = None
+    backend: WeightTransferBackend | None = None
+
+
+@dataclass(frozen=True)
+class SleepConfig:
+    """Whether the engine may sleep, and where it leaves weights that no file has meanwhile."""
+
+    is_enabled: bool = False
+    spill_dir: str | None = None  # None: the system's folder for temporary files
+
+
 @dataclass(frozen=True)
 class DeviceConfig:
     """What the model runs on."""
@@ -204,6 +228,8 @@ class EngineConfig:
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     recovery_config: RecoveryConfig = field(default_factory=RecoveryConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
+    weight_transfer_config: WeightTransferConfig = field(default_factory=WeightTransferConfig)
+    sleep_config: SleepConfig = field(default_factory=SleepConfig)
     decoding_config: DecodingConfig = field(default_factory=DecodingConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     profiler_config: ProfilerConfig | None = None  # None: profiling is refused

@@ -52,6 +52,7 @@ from headrace.configs.options import add_options, check_options, normalized, opt
 from headrace.configs.parallel import resolve_parallel
 from headrace.configs.quantization import check_quantization, resolve_quantization
 from headrace.configs.sampling_sources import resolve_sampling_defaults
+from headrace.configs.weight_transfer import resolve_sleep, resolve_weight_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +202,10 @@ class _Resolver:
                 args.allow_replay_after_rpc,
             ),
             load_config=LoadConfig(cast(LoadFormat, args.load_format), args.download_dir),
+            weight_transfer_config=resolve_weight_transfer(
+                args.weight_update_root, args.weight_transfer_config
+            ),
+            sleep_config=resolve_sleep(args.enable_sleep_mode, args.sleep_spill_dir),
             observability_config=ObservabilityConfig(log_stats_interval_s=interval),
             profiler_config=self._profiler_config(),
             log_stats=not args.disable_log_stats,
@@ -213,6 +218,8 @@ class _Resolver:
         self._profiler_config()
         resolve_parallel(args, args.seed)
         check_quantization(args.quantization)
+        resolve_weight_transfer(args.weight_update_root, args.weight_transfer_config)
+        resolve_sleep(args.enable_sleep_mode, args.sleep_spill_dir)
         if args.enable_chunked_prefill is False:
             raise ConfigurationError(
                 "enable_chunked_prefill=False is refused: there is no separate prefill phase, a "

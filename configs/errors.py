@@ -10,6 +10,7 @@
     │   ├── NonFiniteLogitsError             the model produced NaN or Inf for it
     │   ├── EngineCrashError                 it made the engine core crash, twice
     │   ├── CallLostError                    the engine core was lost while a call ran
+    │   ├── WrongStateError                  a call does not fit what the engine is doing
     │   └── RequestAbortedError              it was aborted before its end
     ├── EngineNotReadyError                  still loading or draining: HTTP 503, retry later
     │   └── EngineChangedError               the engine that came back is another one
@@ -84,6 +85,12 @@ class CallLostError(RequestFailedError):
     """The engine core was lost while a call ran in it; calls are not repeated."""
 
     code = "call_lost"
+
+
+class WrongStateError(RequestFailedError):
+    """A call that does not fit what the engine is doing: an update that nobody has begun, say."""
+
+    code = "wrong_state"
 
 
 class RequestAbortedError(RequestFailedError):

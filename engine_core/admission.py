@@ -141,6 +141,7 @@ class Admission:
         self._model_identity = repr(
             (model.path, model.dtype, model.quantization, model.weight_version)
         )
+        self._weights_key = ""  # "": a request's own weight version
         self._num_seen = 0
         self._limits = AdmissionLimits(
             vocab_size=model.vocab_size,
@@ -170,12 +171,9 @@ class Admission:
             eos_token_id=message.eos_token_id,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             priority=message.priority,
-            hash_root=root_hash(
-                model_identity=self._model_identity,
-                weight_version=message.weight_version,
-                cache_salt=message.cache_salt,
-            ),
+            hash_root=self._hash_root(message.weight_version, message.cache_salt),
             reads_prefix_cache=params.prompt_logprobs is None,
+            cache_salt=message.cache_salt,
         )
         max_total = self._limits.max_request_tokens
         if params.max_tokens is not None:
@@ -184,6 +182,24 @@ class Admission:
             choice = self._make_choice(message, request, state, max_total)
             request.choices[state.index] = choice
         return request
+
+    def use_weights(self, key: str, requests: Iterable[Request]) -> None:
+        """From now on what is computed depends on weights that `key` names and nothing else does.
+
+        That goes for `requests`, too, none of which has blocks.
+        """
+        self._weights_key = key
+        for request in requests:
+            request.hash_root = self._hash_root(key, request.cache_salt)
+            for choice in request.choices.values():
+                choice.block_hashes.clear()
+
+    def _hash_root(self, weight_version: str, cache_salt: str | None) -> bytes:
+        return root_hash(
+            model_identity=self._model_identity,
+            weight_version=self._weights_key or weight_version,
+            cache_salt=cache_salt,
+        )
 
     def _make_choice(
         self, message: EngineCoreRequest, request: Request, state: ChoiceState, max_total: int

@@ -59,11 +59,34 @@ class InprocClient:
         outputs, self._outputs = self._outputs, []
         if self._core.has_work():
             outputs = outputs + self._core.step()
-        return EngineCoreOutputs(outputs, self._core.stats(), time.time())
+        self._core.advance()
+        version = self._core.weight_version
+        return EngineCoreOutputs(outputs, self._core.stats(), time.time(), weight_version=version)
 
-    def call(self, method: str, timeout: float | None = None) -> Any:
-        """Run a utility of the engine core; `timeout` does not interrupt it."""
-        return _joined_value([self._core.call(UtilityCall(0, method))])
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that compute now."""
+        return self._core.weight_version
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether outputs are there, or come of a step."""
+        return bool(self._outputs) or self._core.has_work()
+
+    def call(
+        self, method: str, timeout: float | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a utility of the engine core; `timeout` does not interrupt it.
+
+        One that waits until nothing runs makes the steps for that itself; their outputs come with
+        the next `get_outputs`.
+        """
+        results: list[UtilityResult] = []
+        self._core.call(UtilityCall(0, method, dict(kwargs or {})), results.append)
+        while not results:
+            self._outputs += self._core.step()
+            self._core.advance()
+        return _joined_value([results[0]])
 
     def call_workers(
         self,
@@ -136,14 +159,21 @@ class SyncClient:
             if isinstance(message, EngineCoreOutputs):
                 return message
 
-    def call(self, method: str, timeout: float | None = None) -> Any:
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the last outputs came from."""
+        return self._session.weight_version
+
+    def call(
+        self, method: str, timeout: float | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Run a utility of the engine core and return its value; TimeoutError after `timeout` s.
 
         With several replicas it runs on all: the value is whether all said True, or else a list
         with the value of each.
         """
         self._num_calls += 1
-        call = UtilityCall(self._num_calls, method)
+        call = UtilityCall(self._num_calls, method, dict(kwargs or {}))
         return _joined_value(self._answers(call, method, timeout))
 
     def call_workers(
@@ -160,6 +190,11 @@ class SyncClient:
         self._num_calls += 1
         call = encode_call(self._num_calls, method, args, kwargs)
         return _worker_values(self._answers(call, _name(method), timeout))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether messages have been received that nobody has taken."""
+        return bool(self._inbox)
 
     def check_alive(self) -> None:
         """Raise EngineDeadError if there is no engine core, and none will come."""
@@ -363,10 +398,17 @@ class AsyncClient:
             self._news.clear()
             await self._news.wait()
 
-    async def call(self, method: str, timeout: float | None = None) -> Any:
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the last outputs came from."""
+        return self._session.weight_version
+
+    async def call(
+        self, method: str, timeout: float | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Run a utility of every engine core; see `SyncClient.call`."""
         self._num_calls += 1
-        call = UtilityCall(self._num_calls, method)
+        call = UtilityCall(self._num_calls, method, dict(kwargs or {}))
         return _joined_value(await self._answers(call, method, timeout))
 
     async def call_workers(

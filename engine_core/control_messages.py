@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from headrace.configs.config import EngineConfig
+from headrace.engine_core.core_state import CoreState
 from headrace.engine_core.fence import Suspect
 from headrace.engine_core.messages import Ready
 from headrace.workers.protocol import RequestFault
@@ -21,13 +22,14 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     """First message to a fresh engine core: what to run, and where the parent was started.
 
     `allows_callables`: whether a `WorkerCall` may carry cloudpickle. True only for a library's own
-    engine core, never for a server's.
+    engine core, never for a server's. `state`: what the one before had become, None for the first.
     """
 
     config: EngineConfig
     sys_path: list[str]
     cwd: str
     allows_callables: bool = False
+    state: CoreState | None = None
 
 
 class ClientGone(msgspec.Struct, tag="client_gone", array_like=True):
@@ -59,6 +61,12 @@ class StartupFailed(msgspec.Struct, tag="failed", array_like=True):
     """The engine core could not start; it exits with a code other than 0 after this."""
 
     fault: RequestFault
+
+
+class StateChanged(msgspec.Struct, tag="state", array_like=True):
+    """What the next engine core is to be brought to, if this one dies."""
+
+    state: CoreState
 
 
 class EngineDied(msgspec.Struct, tag="died", array_like=True):
@@ -132,7 +140,7 @@ class ClientFailed(msgspec.Struct, tag="client_failed", array_like=True):
 
 
 ToCore = Hello | ClientGone | Shutdown
-FromCore = StartupProgress | CoreReady | StartupFailed | EngineDied
+FromCore = StartupProgress | CoreReady | StartupFailed | StateChanged | EngineDied
 ToClient = StartupProgress | Configured | EngineUp | EngineDown | GaveUp
 FromClient = Configure | Stop | ClientFailed
 

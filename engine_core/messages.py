@@ -70,10 +70,11 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True):
 
 
 class UtilityCall(msgspec.Struct, tag="call", array_like=True):
-    """A control call: one of the names in `EngineCore.UTILITIES`."""
+    """A control call: one of the names in `EngineCore.UTILITIES`, with arguments by name."""
 
     call_id: int
     method: str
+    kwargs: dict[str, object] = {}
 
 
 class Join(msgspec.Struct, tag="join", array_like=True):
@@ -132,13 +133,17 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", array_like=True):
-    """Everything one step has for one client; also sent without outputs, so that progress shows."""
+    """Everything one step has for one client; also sent without outputs, so that progress shows.
+
+    `weight_version`: of the weights that made the tokens; "" if that is not known.
+    """
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     timestamp: float = 0.0  # wall clock at the end of the step, s
     num_received: int = 0  # requests of this client that `stats` knows of
     rank: int = 0  # of the replica; its client fills it in
+    weight_version: str = ""  # of the weights that made the outputs
 
 
 class UtilityResult(msgspec.Struct, tag="result", array_like=True):

@@ -111,5 +111,6 @@ class Request:
     priority: int
     hash_root: bytes  # parent of the first block's hash: all that KV depends on but the tokens
     reads_prefix_cache: bool
+    cache_salt: str | None = None
     choices: dict[int, Choice] = field(default_factory=dict)  # the live ones, by index
     fork_children: dict[int, Choice] = field(default_factory=dict)  # waiting for the prefill

@@ -16,6 +16,7 @@ import msgspec
 from headrace.configs.config import EngineConfig
 from headrace.configs.errors import InvalidRequestError, NonFiniteLogitsError
 from headrace.engine_core.admission import Admission
+from headrace.engine_core.core_state import PauseMode
 from headrace.engine_core.forks import Forks
 from headrace.engine_core.kv_cache_manager import KVCacheManager
 from headrace.engine_core.messages import EngineCoreOutput, EngineCoreRequest, EngineStats
@@ -33,6 +34,8 @@ from headrace.workers.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+
+_NOTHING = StepPlan(budget=0, contended=False, prefill_share=0)
 
 
 class _InFlight(msgspec.Struct, gc=False):
@@ -80,7 +83,10 @@ class Scheduler:
         self._num_expected_tokens = 0
         self._requests: dict[str, Request] = {}
         self._in_flight: dict[int, list[_InFlight]] = {}  # step number -> its choices
-        self._failures: list[EngineCoreOutput] = []  # of choices that no step could be made for
+        self._endings: list[EngineCoreOutput] = []  # of choices, told with the next result
+        self._pause_mode: PauseMode | None = None
+        self._held: dict[str, Request] = {}  # came while it was paused
+        self._num_weights = 0  # sets of weights after the first
         self._num_choices = 0
         self._num_steps = 0
         self._num_accounting_errors = 0
@@ -106,12 +112,18 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request {request.request_id} is running already; ids must be unique", "request_id"
             )
-        choices = list(admitted.choices.values())
         self._requests[request.request_id] = admitted
-        self._num_choices += len(choices)
+        self._num_choices += len(admitted.choices)
         if self._counts_work:
-            for choice in choices:
+            for choice in admitted.choices.values():
                 self._expect(choice)
+        if self._pause_mode is None:
+            self._enqueue(admitted)
+        else:
+            self._held[request.request_id] = admitted
+
+    def _enqueue(self, request: Request) -> None:
+        choices = list(request.choices.values())
         if any(choice.num_output_tokens for choice in choices):  # a replay: nothing to share
             for choice in choices:
                 self._planner.enqueue(choice)
@@ -147,8 +159,55 @@ class Scheduler:
         return self._num_expected_tokens + self._planner.num_wanted_tokens()
 
     def has_work(self) -> bool:
-        """Whether `schedule` may have something to hand out, now or later."""
-        return bool(self._requests or self._orders.has_finished or self._failures)
+        """Whether `schedule` may have something to hand out, now or later, unless it is resumed."""
+        num_active = 0 if self._pause_mode == "keep" else len(self._requests) - len(self._held)
+        return bool(num_active or self._orders.has_finished or self._endings)
+
+    # -- pausing ------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests are held."""
+        return self._pause_mode is not None
+
+    def pause(self, mode: PauseMode) -> None:
+        """Hold new requests from now on; once there is no work, nothing runs.
+
+        What is in progress ends with reason "abort", is finished, or is kept where it is.
+        """
+        self._pause_mode = mode
+        if mode == "abort":
+            for request_id in [name for name in self._requests if name not in self._held]:
+                self._endings += self.abort(request_id)
+
+    def resume(self) -> None:
+        """Run what was held and kept. Idempotent."""
+        self._pause_mode = None
+        held, self._held = self._held, {}
+        for request in held.values():
+            self._enqueue(request)
+
+    def forget_kv(self) -> None:
+        """Nothing of the cache is used any more; choices in progress start again from their tokens.
+
+        No step is in flight.
+        """
+        self._release_blocks()
+        self._kv.reset_prefix_cache(())
+
+    def use_weights(self, version: str) -> None:
+        """Other weights compute from now on: what there is of KV is of no use to anybody.
+
+        No step is in flight. Cached prefixes stay, and nobody finds them: the weights are in the
+        keys, with a number, since names may come again.
+        """
+        self._release_blocks()
+        self._num_weights += 1
+        self._admission.use_weights(f"{version}\0{self._num_weights}", self._requests.values())
+
+    def _release_blocks(self) -> None:
+        self._planner.preempt_all()
+        self._forks.release_all()
 
     def stats(self) -> EngineStats:
         """The state now; a fresh object."""
@@ -205,9 +264,11 @@ class Scheduler:
         A choice whose preparation raises fails alone; it is reported with the next result. A step
         without tokens is handed out when there are only finished ids or such failures to deliver.
         """
-        self._orders.take_copies()
-        plan = self._plan()
-        if not (plan.counts or self._orders.has_finished or self._failures):
+        plan = _NOTHING
+        if self._pause_mode != "keep":
+            self._orders.take_copies()
+            plan = self._plan()
+        if not (plan.counts or self._orders.has_finished or self._endings):
             return None
         return self._hand_out(plan.counts)
 
@@ -266,7 +327,7 @@ class Scheduler:
         """The fence of `schedule`: one choice's fault ends that choice alone."""
         logger.error("%s could not be prepared", choice.id, exc_info=error)
         fault = RequestFault("request_failed", f"internal error: {type(error).__name__}")
-        self._failures.append(self._fail(choice, fault))
+        self._endings.append(self._fail(choice, fault))
         for problem in self.check_integrity():
             logger.error("block accounting: %s (healed)", problem)
 
@@ -280,7 +341,7 @@ class Scheduler:
         Whatever belongs to a choice that has ended meanwhile is dropped.
         """
         self._orders.last_result = step.step
-        outputs, self._failures = self._failures, []
+        outputs, self._endings = self._endings, []
         self._num_step_prompt_tokens = self._num_step_generation_tokens = 0
         for record in self._in_flight.pop(step.step, ()):
             choice = record.choice
@@ -417,3 +478,4 @@ class Scheduler:
         self._num_choices -= 1
         if not request.choices:
             del self._requests[request.request_id]
+            self._held.pop(request.request_id, None)

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -138,6 +139,7 @@ class EngineCoreServer:
         self._owners: dict[str, Identity] = {}
         self._open_choices: dict[str, set[int]] = {}
         self._stopping = False
+        self._told_version = core.weight_version
 
     def run(self) -> None:
         """Until a Shutdown message. An exception is told to the supervisor, and raised."""
@@ -146,6 +148,8 @@ class EngineCoreServer:
                 self._take_messages()
                 if not self._stopping and self._core.has_work():
                     self._route(self._core.step(), stats_to_all=True)
+                    self._core.advance()
+                    self._tell_weight_version()
         except Exception as error:
             fault = RequestFault("engine_dead", f"the engine core failed: {_describe(error)}")
             exit_code = error.exit_code if isinstance(error, WorkerLostError) else None
@@ -186,6 +190,14 @@ class EngineCoreServer:
             case _:
                 self._clients.add(client)
                 self._serve(client, message)
+        self._core.advance()
+        self._tell_weight_version()
+
+    def _tell_weight_version(self) -> None:
+        """Clients know which weights their next tokens come from before these come."""
+        if self._core.weight_version != self._told_version:
+            self._told_version = self._core.weight_version
+            self._route([], stats_to_all=True)
 
     def _serve(self, client: Identity, message: ToCore) -> None:
         match message:
@@ -197,7 +209,7 @@ class EngineCoreServer:
                 outputs = self._core.abort(message.request_id, message.index)
                 self._route(outputs, stats_to_all=bool(outputs))
             case UtilityCall():
-                self._sockets.send(client, self._core.call(message))
+                self._core.call(message, partial(self._sockets.send, client))
             case WorkerCall():
                 self._sockets.send(client, self._core.call_workers(message))
 
@@ -229,11 +241,14 @@ class EngineCoreServer:
             by_client.setdefault(owner, []).append(output)
             if output.finish_reason is not None:
                 self._close_choice(output.request_id, output.index)
-        stats, now = self._core.stats(), time.time()
+        stats, now, version = self._core.stats(), time.time(), self._core.weight_version
         for client in self._clients if stats_to_all else by_client:
             num_received = self._num_received.get(client, 0)
-            outputs = by_client.get(client, [])
-            self._sockets.send(client, EngineCoreOutputs(outputs, stats, now, num_received))
+            mine = by_client.get(client, [])
+            message = EngineCoreOutputs(
+                mine, stats, now, num_received=num_received, weight_version=version
+            )
+            self._sockets.send(client, message)
 
     def _close_choice(self, request_id: str, index: int) -> None:
         choices = self._open_choices[request_id]

@@ -62,6 +62,7 @@ class Session:
         self.error: HeadraceError | None = None  # no engine core will come any more
         self.closed = False
         self.num_losses = 0  # of engine cores
+        self.weight_version = ""  # of the last outputs
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._recovery = RecoveryConfig()
 
@@ -182,6 +183,7 @@ class Session:
             accepted = map(self._accept, message.outputs)
             message.outputs = [output for output in accepted if output is not None]
             message.stats = self._with_decisions(replica, message)
+            self.weight_version = message.weight_version or self.weight_version
         return message
 
     def _accept(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
@@ -320,6 +322,7 @@ class Session:
                 if fault is not None:
                     outputs += self.ledger.fail(entry.request.request_id, fault)
                     continue
+        self.weight_version = event.ready.weight_version
         replica.down = None
         for entry in self.ledger.waiting():
             was_sent, reason = entry.was_sent, _reason_to_return(entry, event.rank)
@@ -350,8 +353,8 @@ class Session:
             )
         elif not entry.has_output:
             return None
-        elif before.weight_version != after.weight_version:
-            reason = f"weights {before.weight_version} became {after.weight_version}"
+        elif self.weight_version != after.weight_version:
+            reason = f"weights {self.weight_version} became {after.weight_version}"
         elif before.contract_id != after.contract_id:
             reason = f"numerics {before.contract_id} became {after.contract_id}"
         else:
@@ -372,7 +375,11 @@ class Session:
             if entry.rank == replica.rank or (entry.rank is None and entry.is_waiting)
         )
         message = EngineCoreOutputs(
-            outputs, replica.idle(num_waiting), time.time(), rank=replica.rank
+            outputs,
+            replica.idle(num_waiting),
+            time.time(),
+            rank=replica.rank,
+            weight_version=self.weight_version,
         )
         message.stats.routed = dict(self.router.decisions.get(replica.rank, {}))
         return message

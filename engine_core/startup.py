@@ -13,6 +13,7 @@ from headrace.engine_core.control_messages import (
     Shutdown,
     StartupFailed,
     StartupProgress,
+    StateChanged,
 )
 from headrace.engine_core.core import EngineCore
 from headrace.engine_core.server import (
@@ -60,6 +61,8 @@ def start_server(
             on_worker_death=lambda: sockets.incoming.put((SUPERVISOR, WorkersLost())),
             fence=fence,
             lifeline=lifeline,
+            state=hello.state,
+            on_change=lambda state: _tell(supervisor, StateChanged(state)),
         )
     except Exception as error:
         fault = RequestFault(
@@ -85,7 +88,7 @@ def receive_from(supervisor: Supervisor, sockets: SocketThread) -> None:
         sockets.incoming.put((SUPERVISOR, message))
 
 
-def _tell(supervisor: Supervisor, message: StartupProgress) -> None:
+def _tell(supervisor: Supervisor, message: StartupProgress | StateChanged) -> None:
     supervisor.send(message)
 
 

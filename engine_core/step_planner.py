@@ -379,6 +379,19 @@ class StepPlanner:
             self._queue.push(choice)
         self.subject = beneficiary
 
+    def preempt_all(self) -> None:
+        """Take the blocks of everything that runs; no step is in flight."""
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            self._kv.free(alone)
+            alone.status = Status.WAITING
+            alone.num_computed_tokens = 0
+            for choice in (alone, *self._forks.orphan(alone)):
+                self.enqueue(choice)
+        plan = StepPlan(budget=0, contended=False, prefill_share=0)
+        while self._running:
+            self._preempt(self._running[-1], plan)
+
     def _remove_running(self, choice: Choice) -> None:
         place = bisect_left(self._running, choice.rank, key=_rank)
         if place < len(self._running) and self._running[place] is choice:

@@ -25,6 +25,7 @@ from headrace.configs.errors import ConfigurationError
 from headrace.configs.hardware import cpu_facts
 from headrace.engine_core import control_messages as control
 from headrace.engine_core.core_process import EngineCoreProcess
+from headrace.engine_core.core_state import CoreState
 from headrace.engine_core.deaths import Cause, OutOfMemoryKills, cause_of
 from headrace.engine_core.run_directory import RunDirectory
 from headrace.engine_core.suspicions import Suspicions
@@ -53,13 +54,13 @@ class Replica:
         self.was_up = False
         self.pulse: float | None = None  # the last one seen
         self.num_still_checks = 0  # looks at the pulse since it changed
+        self.state: CoreState | None = None  # that the next engine core is brought to
 
 
 class Supervisor:
-    """Owns the processes of all replicas. But for `connect`, one thread uses it: the one in `run`.
+    """Owns the processes of all replicas.
 
-    `before_ready` has what brings a fresh engine core to the state that the old one had; each is
-    called with it before clients are told that it is up.
+    But for `connect`, one thread uses it: the one in `run`.
     """
 
     def __init__(self, *, has_worker: bool = True, ends_with_clients: bool = True) -> None:
@@ -67,7 +68,6 @@ class Supervisor:
 
         `ends_with_clients`: whether to stop when the last client has gone.
         """
-        self.before_ready: list[Callable[[EngineCoreProcess], None]] = []
         self.fault: RequestFault | None = None  # why no engine core will come any more
         self._has_worker = has_worker
         self._ends_with_clients = ends_with_clients
@@ -197,7 +197,8 @@ class Supervisor:
             process.sentinel, selectors.EVENT_READ, lambda: self._lose(replica, process)
         )
         if self._hello is not None:
-            process.channel.send(self._hello_of(replica))
+            hello = self._hello_of(replica)
+            process.channel.send(msgspec.structs.replace(hello, state=replica.state))
 
     def _hear_core(self, replica: Replica, process: EngineCoreProcess) -> None:
         message = process.channel.receive()
@@ -209,6 +210,8 @@ class Supervisor:
             case control.CoreReady():
                 process.ready = message.ready
                 self._bring_up(replica, process)
+            case control.StateChanged():
+                replica.state = message.state
             case control.StartupFailed():
                 process.fault = message.fault
             case control.EngineDied():
@@ -216,8 +219,6 @@ class Supervisor:
                 process.worker_exit_code = message.exit_code
 
     def _bring_up(self, replica: Replica, process: EngineCoreProcess) -> None:
-        for action in self.before_ready:
-            action(process)
         if replica.lost_since is not None:
             pause = time.monotonic() - replica.lost_since
             logger.debug(

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 
 from headrace.configs.errors import (
+    HeadraceError,
     InvalidRequestError,
     RequestFailedError,
     UnsupportedFeatureError,
@@ -23,8 +24,10 @@ from headrace.workers.protocol import RequestFault, WorkerCall, WorkerResult
 Method = str | Callable[..., Any]
 # Methods that leave the worker as they found it. Of every other call nobody knows.
 READING_METHODS = frozenset(
-    {"start_profile", "stop_profile", "start_op_profile", "stop_op_profile"}
-)
+    {
+        "start_profile", "stop_profile", "start_op_profile", "stop_op_profile", "reload_weights",
+    }
+)  # fmt: skip
 MAX_PLAIN_DEPTH = 64  # of nested lists and dicts; what is deeper is pickled
 
 
@@ -54,6 +57,11 @@ def encode_call(
 def only_reads(call: WorkerCall) -> bool:
     """Whether the workers are after the call what their configuration says."""
     return call.method in READING_METHODS
+
+
+def has_failed(result: WorkerResult) -> bool:
+    """Whether a worker's call raised."""
+    return result.fault is not None or result.pickled_error is not None
 
 
 def decode_call(
@@ -97,6 +105,8 @@ def encode_error(error: BaseException, rank: int, allows_callables: bool) -> Wor
             return WorkerResult(pickled_error=pickled)
         except Exception:
             return _fault(f"{text}\n{lines}")
+    if isinstance(error, HeadraceError):
+        return WorkerResult(fault=RequestFault(error.code, f"worker {rank}: {error}"))
     return _fault(text)
 
 

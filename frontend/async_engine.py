@@ -290,9 +290,9 @@ class AsyncEngine(EngineAttributes):
         """Requests this front end follows."""
         return len(self.front_end) if self.state == "ready" else 0
 
-    async def call(self, method: str) -> Any:
+    async def call(self, method: str, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run a utility of every engine core (`EngineCore.UTILITIES`)."""
-        return await self._require_ready().call(method)
+        return await self._require_ready().call(method, kwargs=kwargs)
 
     async def collective_rpc(
         self,

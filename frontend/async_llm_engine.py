@@ -25,6 +25,7 @@ from headrace.configs.errors import EngineDeadError, RequestAbortedError
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.supervisor import SupervisorThread
 from headrace.frontend.async_engine import AsyncEngine
+from headrace.frontend.async_maintenance_calls import AsyncMaintenanceCalls
 from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.inputs import PromptType
 from headrace.frontend.llm_engine import LLMEngine
@@ -41,7 +42,6 @@ from headrace.frontend.unsupported import (
     TRACING,
     refuse,
     refuse_given,
-    refuse_sleep,
 )
 
 
@@ -51,7 +51,7 @@ class AsyncEngineDeadError(EngineDeadError):
     code = "async_engine_dead"
 
 
-class AsyncLLMEngine(EngineAttributes):
+class AsyncLLMEngine(EngineAttributes, AsyncMaintenanceCalls):
     """Construction loads the model and blocks until it can be used, from any thread.
 
     The background loop starts with the first request, on its event loop. When the object goes, the
@@ -352,17 +352,6 @@ class AsyncLLMEngine(EngineAttributes):
 
     async def is_tracing_enabled(self) -> bool:
         return False
-
-    async def is_sleeping(self) -> bool:
-        return False
-
-    async def sleep(self, level: int = 1) -> None:
-        """AssertionError: sleep mode is not enabled."""
-        refuse_sleep()
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """AssertionError: sleep mode is not enabled."""
-        refuse_sleep()
 
     async def add_lora(self, lora_request: Any) -> None:
         refuse(LORA)

@@ -247,12 +247,41 @@ class LLM:
         return self.llm_engine.reset_prefix_cache(device)
 
     def sleep(self, level: int = 1) -> None:
-        """AssertionError: sleep mode is not enabled."""
+        """Forget cached prefixes and give memory back; see `LLMEngine.sleep`."""
+        self.llm_engine.reset_prefix_cache()
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """AssertionError: sleep mode is not enabled."""
+        """Bring memory back; see `LLMEngine.wake_up`."""
         self.llm_engine.wake_up(tags)
+
+    def reload_weights(self) -> None:
+        """Read the weights again from their files, as after `sleep(2)`."""
+        self.llm_engine.reload_weights()
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any] | None = None) -> None:
+        """Meet a trainer; see `LLMEngine.init_weight_transfer_engine`."""
+        self.llm_engine.init_weight_transfer_engine(init_info)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the trainer."""
+        self.llm_engine.shutdown_weight_transfer_engine()
+
+    def start_weight_update(self) -> None:
+        """Begin to take new weights; those that serve go on."""
+        self.llm_engine.start_weight_update()
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Take new weights; see `LLMEngine.update_weights`."""
+        self.llm_engine.update_weights(update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> str:
+        """Have the new weights serve; returns their version."""
+        return self.llm_engine.finish_weight_update(weight_version)
+
+    def rollback_weight_update(self) -> None:
+        """Drop the new weights; the old ones serve as before."""
+        self.llm_engine.rollback_weight_update()
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of the engine's metrics, those under `headrace:` of a server's `/metrics`.
@@ -318,6 +347,7 @@ class LLM:
         use_tqdm: ProgressBar,
         priorities: list[int],
     ) -> list[RequestOutput]:
+        self.llm_engine.check_serving()
         for warning in dict.fromkeys(text for prompt in prompts for text in prompt.warnings):
             logger.warning("%s", warning)
         labels: list[str] = []

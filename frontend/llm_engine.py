@@ -26,6 +26,7 @@ from headrace.frontend.admission import RenderedPrompt
 from headrace.frontend.engine_attributes import EngineAttributes
 from headrace.frontend.front_end import FrontEnd
 from headrace.frontend.inputs import PromptType
+from headrace.frontend.maintenance_calls import MaintenanceCalls
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.renderer import Renderer
 from headrace.frontend.start_engine import resolve, spawn, start_blocking
@@ -39,7 +40,6 @@ from headrace.frontend.unsupported import (
     TRACING,
     UnsupportedMethods,
     refuse_given,
-    refuse_sleep,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 Output = TypeVar("Output")
 
 
-class LLMEngine(EngineAttributes, UnsupportedMethods):
+class LLMEngine(EngineAttributes, MaintenanceCalls, UnsupportedMethods):
     """An engine core and the front end for it, driven by one thread.
 
     The step loop runs in the engine core (a child process; HEADRACE_MULTIPROCESSING=0: this one):
@@ -214,9 +214,12 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
 
         A request that fails is over, and its error is raised; outputs of others come with the next
         call. An engine core that dies is replaced, and requests go on; EngineDeadError when no
-        other one will come: all requests are lost.
+        other one will come: all requests are lost. EngineNotReadyError while the engine is paused
+        or asleep and nothing is left to give.
         """
         if not self._outputs and not self._failures and len(self.front_end):
+            if not self._client.has_outputs:
+                self.check_serving()
             self._take(self._next_message())
         if self._failures:
             raise self._failures.popleft()[1]
@@ -331,18 +334,6 @@ class LLMEngine(EngineAttributes, UnsupportedMethods):
     def is_tracing_enabled(self) -> bool:
         """Whether requests are traced; never yet."""
         return False
-
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps; never, without sleep mode."""
-        return False
-
-    def sleep(self, level: int = 1) -> None:
-        """AssertionError: sleep mode is not enabled."""
-        refuse_sleep()
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """AssertionError: sleep mode is not enabled."""
-        refuse_sleep()
 
     def start_profile(self) -> None:
         """Begin a torch profile; ConfigurationError without a directory for traces."""

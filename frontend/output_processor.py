@@ -91,7 +91,7 @@ class OutputProcessor:
             state = states.get(request_id)
             if state is None:
                 continue
-            results[request_id].output = state.output(indexes)
+            results[request_id].output = state.output(indexes, message.weight_version)
             if state.finished:
                 iteration.finished.append(state.record(iteration.now, "stop"))
                 del self._states[request_id]

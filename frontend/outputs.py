@@ -83,6 +83,7 @@ class RequestOutput:
         *,
         multi_modal_placeholders: dict[str, Any] | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        weight_version: str | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs:  # later versions may send more; ignoring it keeps older callers working
@@ -100,11 +101,13 @@ class RequestOutput:
         self.num_cached_tokens = num_cached_tokens
         self.multi_modal_placeholders = multi_modal_placeholders or {}
         self.kv_transfer_params = kv_transfer_params
+        self.weight_version = weight_version  # of the weights that made the newest tokens
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merge a later output of the same request: append deltas (`aggregate`) or replace."""
         self.finished |= next_output.finished
         self.kv_transfer_params = next_output.kv_transfer_params
+        self.weight_version = next_output.weight_version
         by_index = {output.index: i for i, output in enumerate(self.outputs)}
         for new in next_output.outputs:
             position = by_index.get(new.index)

@@ -170,8 +170,11 @@ class RequestState:
         iteration.num_generation_tokens += num_new
         metrics.last_token_time = choice.last_token_time = now
 
-    def output(self, changed: set[int]) -> RequestOutput | None:
-        """What to hand out after `changed` choices moved; None: nothing now, by the output kind."""
+    def output(self, changed: set[int], weight_version: str = "") -> RequestOutput | None:
+        """What to hand out after `changed` choices moved; None: nothing now, by the output kind.
+
+        `weight_version`: of the weights that moved them, "" if that is not known.
+        """
         if self._kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         is_delta = self._kind is RequestOutputKind.DELTA
@@ -189,6 +192,7 @@ class RequestState:
             finished=self.finished,
             metrics=self.metrics,
             num_cached_tokens=self._num_cached_tokens,
+            weight_version=weight_version or None,
         )
 
     def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:

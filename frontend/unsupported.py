@@ -23,11 +23,6 @@ def refuse_given(**features: Any) -> None:
             refuse(feature, parameter)
 
 
-def refuse_sleep() -> NoReturn:
-    """Sleeping needs enable_sleep_mode, which the configuration refuses so far."""
-    raise AssertionError("sleep mode is not enabled: the engine has no enable_sleep_mode yet")
-
-
 class UnsupportedMethods:
     """Methods of `LLMEngine` whose features this version lacks."""
 

@@ -95,7 +95,8 @@ class KVCache:
         )
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        pool = torch.frombuffer(memory, dtype=dtype)  # keeps the memory alive
+        self._memory = memory
+        pool = torch.frombuffer(memory, dtype=dtype)
         self.pool = pool.view(spec.num_buffers, num_blocks, spec.page_bytes // dtype.itemsize)
         buffers = self.pool
         if not spec.scale_bytes:
@@ -126,6 +127,21 @@ class KVCache:
     def close(self) -> None:
         """Stop touching pages. The memory itself goes with the last tensor that uses it."""
         self.toucher.close()
+
+    def release(self) -> int:
+        """Give the memory back to the system; all pages are zeros from now on.
+
+        Addresses stay what they are, so nothing that was planned for them changes. Returns the
+        bytes. Using the cache takes memory again, page by page.
+        """
+        self.toucher.close()
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        return self.num_bytes
+
+    def restore(self) -> None:
+        """Take memory again after `release`, in idle moments, as at the start."""
+        self.toucher = PageToucher(self.pool, self.spec.num_buffers)
+        self.toucher.start()
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero these blocks in every buffer."""

@@ -60,6 +60,7 @@ class ModelRunner:
         self._groups = groups
         # Steps whose sampled tokens are still to come from the last stage.
         self._unknown: deque[tuple[int, list[KnownChoice]]] = deque()
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self.sampler = Sampler(logprobs_mode, model.kernels)
         self._prompt_mode: LogprobsMode = (
             "raw_logits" if logprobs_mode.endswith("logits") else "raw_logprobs"
@@ -73,6 +74,12 @@ class ModelRunner:
             max_model_len=model.max_model_len,
         )
         self._planners = model.planners(spec)
+
+    def replace_model(self, model: Decoder) -> None:
+        """Run another model of the same shape from the next step on."""
+        self.model = model
+        self.sampler = Sampler(self._logprobs_mode, model.kernels)
+        self._planners = model.planners(self.kv_cache.spec)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:

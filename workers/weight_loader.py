@@ -69,6 +69,13 @@ def stored_types(path: str | Path) -> dict[str, str]:
     return {spec.name: tensor.type_name for spec, tensor in weights if len(spec.shape) == 2}
 
 
+def is_derived(name: str) -> bool:
+    """Whether a checkpoint may have this tensor although the model needs none: a buffer that
+    follows from the config, or a head that is the embedding.
+    """
+    return name == _TIED_HEAD or name.endswith(_SAVED_BUFFERS)
+
+
 def rounded_to_int8(
     weights: Iterable[Weight], names: Container[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
@@ -184,11 +191,7 @@ def _checked_names(
             f"{directory}: {len(missing)} of {len(layout)} weights are missing, the first is "
             f"{missing[0]}. Download the model again"
         )
-    unknown = sorted(
-        name
-        for name in set(stored) - set(layout) - {_TIED_HEAD}
-        if not name.endswith(_SAVED_BUFFERS)
-    )
+    unknown = sorted(name for name in set(stored) - set(layout) if not is_derived(name))
     if unknown:
         raise ModelFileError(
             f"{directory}: {len(unknown)} tensors do not belong to the architecture in "

@@ -18,6 +18,7 @@ from headrace.workers.distributed import Place
 from headrace.workers.distributed.groups import WorkerGroups, join_groups
 from headrace.workers.distributed.shared_memory import StepLimits
 from headrace.workers.kv_cache import KVCache, choose_cache_dtype, make_kv_cache_spec
+from headrace.workers.live_weights import LiveWeights
 from headrace.workers.logprobs import SCORE_ROWS
 from headrace.workers.memory_budget import MemoryBudget, plan_memory
 from headrace.workers.model_runner import ModelRunner
@@ -48,7 +49,7 @@ _WARM_UP_TOKENS = 16
 ALONE_HERE = WorkerSetup()
 
 
-class Worker(RemoteCalls):
+class Worker(RemoteCalls, LiveWeights):
     """Runs a model, or its part of one, on this machine's CPUs.
 
     Calls come in the order of the methods below, from one thread. Where there are several workers,
@@ -111,17 +112,7 @@ class Worker(RemoteCalls):
         model_config = self.config.model_config
         dtype = _DTYPES[model_config.dtype]
         with self._timed("size memory"):
-            model = build_model(
-                model_config.architecture,
-                model_config.hf_config,
-                dtype,
-                model_config.path,
-                self._kernels,
-                self._weight_formats(),
-                self._groups.place,
-                self.config.parallel_config.pp_layer_partition,
-                self._groups.shards,
-            )
+            model = self._build_model(model_config.path)
             self._log_kernels(model)
             attention = model.config.attention
             cache_dtype = choose_cache_dtype(
@@ -144,8 +135,9 @@ class Worker(RemoteCalls):
             self._kv_cache = KVCache(spec, num_blocks, cache_dtype)
             logger.info("%s", self._kv_cache.describe())
         with self._timed("load weights"), torch.inference_mode():
-            load_weights(model, self._weights(model), model_config.path)
+            load_weights(model, self._read_weights(model, model_config.path), model_config.path)
         self._model = model
+        self.note_weight_source(model_config.path)
 
     def init_kv_cache(self) -> WorkerInfo:
         """Join model and cache to a runner and report.
@@ -166,21 +158,35 @@ class Worker(RemoteCalls):
             num_threads=torch.get_num_threads(),
         )
 
-    def _weight_formats(self) -> WeightFormats:
+    def _build_model(self, path: str) -> Decoder:
+        """This worker's part of the model for the weights at `path`, without memory for them."""
         config = self.config.model_config
         is_stored = config.quantization == "gguf"
-        return WeightFormats(config.quantization, stored_types(config.path) if is_stored else {})
+        return build_model(
+            config.architecture,
+            config.hf_config,
+            _DTYPES[config.dtype],
+            path,
+            self._kernels,
+            WeightFormats(config.quantization, stored_types(path) if is_stored else {}),
+            self._groups.place,
+            self.config.parallel_config.pp_layer_partition,
+            self._groups.shards,
+        )
 
-    def _weights(self, model: Decoder) -> Iterator[Weight]:
-        """What the model's slots take; rounded as if quantized where there is no kernel for it."""
+    def _read_weights(self, model: Decoder, path: str) -> Iterator[Weight]:
+        """What the model's slots take of the checkpoint at `path`.
+
+        Rounded as if quantized where there is no kernel for it.
+        """
         config = self.config.model_config
         shares = model.shares if self._groups.world.size > 1 else None
         weights: Iterator[Weight]
-        if self.config.load_config.load_format == "dummy":
-            weights = random_weights(config.path, config.hf_config, model.dtype, shares)
+        if self._is_random(path):
+            weights = random_weights(path, config.hf_config, model.dtype, shares)
         else:
             weights = iter_weights(
-                config.path, config.hf_config, model.dtype, model.stored_matrices, shares
+                path, config.hf_config, model.dtype, model.stored_matrices, shares
             )
         if config.quantization == INT8 and model.kernels is None:
             return rounded_to_int8(weights, model.stored_matrices, model.dtype)
@@ -253,6 +259,7 @@ class Worker(RemoteCalls):
 
     def shutdown(self) -> None:
         """Stop what runs in the background; memory goes with the worker itself."""
+        self.leave_weight_group()
         if self._kv_cache is not None:
             self._kv_cache.close()
         self._groups.close()

@@ -27,6 +27,14 @@ class LoadOptions:
         choices=LOAD_FORMATS,
         holds=["safetensors", "gguf", "dummy"],
     )
+    weight_update_root: str | None = _option(
+        None, "folder whose checkpoints may replace the weights while the engine runs (default: "
+        "none may)",
+    )  # fmt: skip
+    weight_transfer_config: dict[str, Any] | None = _option(
+        None, 'JSON such as {"backend": "gloo"}: lets a trainer send weights while the engine '
+        "runs; gloo broadcasts them, shm leaves them in shared memory",
+    )  # fmt: skip
     download_dir: str | None = _option(None, "where hub downloads are kept")
     model_loader_extra_config: dict[str, Any] = _later({}, "options of the loader, as JSON")
     ignore_patterns: str | list[str] | None = _later(

@@ -131,7 +131,13 @@ class ModelOptions:
         {}, 'JSON of sampling defaults, over those of the files, such as {"temperature": 0.5}; '
         "max_new_tokens limits every request",
     )  # fmt: skip
-    enable_sleep_mode: bool = _later(False, "let an engine sleep and wake up")
+    enable_sleep_mode: bool = _option(
+        False, "let the engine sleep: give back the memory of weights and KV cache, and wake up"
+    )
+    sleep_spill_dir: str | None = _option(
+        None, "folder on a disk for the weights of a sleeping engine that no file has (default: "
+        "the system's folder for temporary files)",
+    )  # fmt: skip
     model_impl: str = _later(
         "auto", "whose model definitions to use",
         choices=["auto", "headrace", "vllm", "transformers", "terratorch"],

@@ -47,6 +47,10 @@ class FrontendOptions:
         None, "keys that clients must send, any of them (default: the variable HEADRACE_API_KEY)",
         secret=True,
     )  # fmt: skip
+    admin_api_key: list[str] | None = _option(
+        None, "keys for routes that change the engine: pause, sleep, weight updates, "
+        "collective_rpc; without one there are no such routes", secret=True,
+    )  # fmt: skip
     allowed_origins: list[str] | None = _option(
         None, "JSON list of origins whose pages may call the server (default: none)",
         parse=parse_names,
@@ -140,6 +144,7 @@ class FrontendOptions:
             host=self.host,
             port=self.port,
             api_keys=tuple(keys),
+            admin_api_keys=tuple(self.admin_api_key or ()),
             uds=self.uds,
             root_path=self._root_path(),
             tls=self._tls(),

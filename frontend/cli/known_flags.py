@@ -68,7 +68,6 @@ _BY_PURPOSE: dict[str, tuple[str, ...]] = {
     "moving KV or weights elsewhere": (
         "kv-offloading-size", "kv-offloading-backend", "ec-transfer-config", "offload-backend",
         "offload-group-size", "offload-num-in-group", "offload-prefetch-step", "offload-params",
-        "weight-transfer-config",
     ),
     "further limits of the scheduler": (
         "max-num-active-seqs", "max-num-scheduled-tokens", "watermark", "watermark-config",

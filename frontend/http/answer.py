@@ -89,6 +89,7 @@ class ChunkFrame(msgspec.Struct, frozen=True):
     fingerprint: str | UnsetType
     effective_params: EffectiveParams
     is_first: bool  # of its choice
+    weight_version: str | UnsetType = UNSET
 
 
 class Answer(ABC, Generic[DeltaT]):
@@ -109,6 +110,7 @@ class Answer(ABC, Generic[DeltaT]):
         self.plan = plan
         self.prompts = prompts
         self.returns_ids = bool(body.return_token_ids)
+        self.weight_version: str | UnsetType = UNSET
         as_ids = body.return_tokens_as_token_ids
         self.scores = LogprobFormat(
             call.state.engine.tokenizer,
@@ -142,7 +144,9 @@ class Answer(ABC, Generic[DeltaT]):
         """The body of a response that is not streamed, from all choices in order."""
 
     def note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
-        """Remember the prompt's scores, which come with one output of its request."""
+        """Remember the prompt's scores, which come with one output of its request, and weights."""
+        if output.weight_version is not None:
+            self.weight_version = output.weight_version
         if output.prompt_logprobs is not None and self.plan.params.prompt_logprobs is not None:
             self._prompt_scores[prompt_index] = output.prompt_logprobs
 
@@ -185,7 +189,8 @@ class Answer(ABC, Generic[DeltaT]):
 
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         """The last event of a stream whose client asked for usage."""
-        return self.chunk([], ChunkFrame(usage, self.fingerprint, UNSET, is_first=False))
+        frame = ChunkFrame(usage, self.fingerprint, UNSET, False, self.weight_version)
+        return self.chunk([], frame)
 
     def prompt_of(self, choice: int) -> RenderedPrompt:
         return self.prompts[choice // self.plan.n]
@@ -216,6 +221,7 @@ class Answer(ABC, Generic[DeltaT]):
             self.fingerprint if is_last else UNSET,
             self.effective if self._is_first_chunk else UNSET,
             is_first=self.is_new(choice),
+            weight_version=self.weight_version if is_last else UNSET,
         )
         self._started.add(choice)
         self._is_first_chunk = False

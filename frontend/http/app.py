@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from headrace.configs.errors import HeadraceError
+from headrace.frontend.http.admin import ROUTES, add_admin_routes
 from headrace.frontend.http.auth import ApiKeys, KeyGuard, route_path
 from headrace.frontend.http.call import Call
 from headrace.frontend.http.chat import create_chat_completion
@@ -33,7 +34,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """The application for `state`; with API keys, a route that is not public needs one of them."""
+    """The application for `state`; with API keys, a route that is not public needs one of them.
+
+    Routes that change the engine are there only with admin keys, and need one of these.
+    """
     app = FastAPI(
         title="headrace", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -45,6 +49,8 @@ def create_app(state: ServerState) -> FastAPI:
         ("/detokenize", "detokenize", detokenize),
     ):
         app.add_route(path, _endpoint(state, prefix, handle), ["POST"])
+    if state.options.admin_api_keys:
+        add_admin_routes(app, state)
     app.add_exception_handler(HTTPException, _no_such_route)
     _add_middleware(app, state)
     return app
@@ -75,7 +81,12 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     if options.enable_server_load_tracking:
         app.add_middleware(LoadTracker, load=state.load)
     app.add_middleware(ReadinessGate, state=state)
-    app.add_middleware(KeyGuard, keys=ApiKeys(options.api_keys))
+    app.add_middleware(
+        KeyGuard,
+        keys=ApiKeys(options.api_keys),
+        admin_keys=ApiKeys(options.admin_api_keys),
+        admin_paths=frozenset(ROUTES),
+    )
     cross = options.cross_origin
     app.add_middleware(
         CORSMiddleware,

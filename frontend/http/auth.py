@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -33,15 +33,29 @@ class ApiKeys:
 
 
 class KeyGuard:
-    """ASGI middleware: 401 for every path off the public list that comes without a key."""
+    """ASGI middleware: 401 for every path off the public list that comes without a key.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    `admin_paths` take `admin_keys` alone, once there are any.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        admin_keys: ApiKeys | None = None,
+        admin_paths: Set[str] = frozenset(),
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._admin_keys = admin_keys
+        self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] in ("http", "websocket") and route_path(scope) not in PUBLIC_PATHS
-        if not guarded or not self._keys or self._keys.accepts(_authorization(scope)):
+        keys = self._keys
+        if self._admin_keys and guarded and route_path(scope) in self._admin_paths:
+            keys = self._admin_keys
+        if not guarded or not keys or keys.accepts(_authorization(scope)):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

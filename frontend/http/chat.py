@@ -160,6 +160,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
             self._prompt_ids if frame.is_first else UNSET,
             self._prompt_text if frame.is_first else UNSET,
             effective_params=frame.effective_params,
+            weight_version=frame.weight_version,
         )
 
     def whole(self, choices: list[CompletionOutput], usage: Usage) -> ChatResponse:
@@ -174,6 +175,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
             self._prompt_text,
             prompt_logprobs=self.prompt_logprobs(0),
             effective_params=self.effective,
+            weight_version=self.weight_version,
         )
 
     def _choice(self, index: int, output: CompletionOutput) -> ChatChoice:

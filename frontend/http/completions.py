@@ -132,6 +132,7 @@ class CompletionAnswer(Answer[CompletionChunkChoice]):
             frame.usage,
             frame.fingerprint,
             effective_params=frame.effective_params,
+            weight_version=frame.weight_version,
         )
 
     def whole(self, choices: list[CompletionOutput], usage: Usage) -> CompletionResponse:
@@ -143,6 +144,7 @@ class CompletionAnswer(Answer[CompletionChunkChoice]):
             self.fingerprint,
             usage,
             effective_params=self.effective,
+            weight_version=self.weight_version,
         )
 
     def _choice(self, index: int, output: CompletionOutput) -> CompletionChoice:

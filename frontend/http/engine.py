@@ -85,6 +85,20 @@ class ServingEngine(Protocol):
         """Nobody reads the stream any more: its request is aborted if it still runs. Idempotent."""
         ...
 
+    async def call(self, method: str, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run a utility of the engine core (`EngineCore.UTILITIES`)."""
+        ...
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a worker's method on every worker; results by rank."""
+        ...
+
     def progress(self) -> dict[str, float | int]: ...
     def stats(self) -> EngineStats | None: ...
     async def wait_dead(self) -> HeadraceError:

@@ -53,6 +53,7 @@ class ServerOptions:
     host: str | None = None
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no admin routes
     uds: str | None = None
     root_path: str = ""
     tls: Tls | None = None
@@ -93,7 +94,7 @@ def listening(options: ServerOptions) -> Iterator[socket.socket]:
 
 def bind_socket(options: ServerOptions) -> socket.socket:
     """A listening socket. Raises ConfigurationError: in use, not allowed, unknown host, bad key."""
-    if not all(options.api_keys):
+    if not all((*options.api_keys, *options.admin_api_keys)):
         raise ConfigurationError("an API key is empty; give keys that are not, or leave them out")
     if options.tls is not None:
         _check_tls(options.tls)

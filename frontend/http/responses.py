@@ -1,6 +1,7 @@
 """Response bodies and stream chunks of the generation routes, key for key as the API has them.
 
-`effective_params` is ours, and there only for clients that ask for it.
+`effective_params` is ours, and there only for clients that ask for it. Ours is `weight_version`,
+too: it names the weights that made the answer; a stream has it where it has the fingerprint.
 """
 
 from typing import Any
@@ -81,6 +82,7 @@ class CompletionResponse(msgspec.Struct, frozen=True):
     ec_transfer_params: None = None
     metrics: None = None
     effective_params: EffectiveParams = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True):
@@ -106,6 +108,7 @@ class CompletionChunk(msgspec.Struct, frozen=True):
     system_fingerprint: str | UnsetType = UNSET
     object: str = "text_completion"
     effective_params: EffectiveParams = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -173,6 +176,7 @@ class ChatResponse(msgspec.Struct, frozen=True):
     ec_transfer_params: None = None
     metrics: None = None
     effective_params: EffectiveParams = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -206,3 +210,4 @@ class ChatChunk(msgspec.Struct, frozen=True):
     prompt_text: str | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
     effective_params: EffectiveParams = UNSET
+    weight_version: str | UnsetType = UNSET

@@ -27,5 +27,5 @@ PAGES: dict[str, tuple[list[Row], dict[str, int]]] = {
 }
 NUM_ROWS = {
     "sampling parameters": 136, "outputs": 75, "Python API": 272, "engine loop and prompts": 16,
-    "robustness": 71,
+    "robustness": 77,
 }  # fmt: skip

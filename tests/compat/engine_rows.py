@@ -8,8 +8,10 @@ from tests.compat.rows import (
     ENGINES,
     FRONT,
     LLM,
+    MAINTENANCE,
     SIGNATURES,
     TYPES,
+    UPDATES,
     Row,
     at,
 )
@@ -34,7 +36,11 @@ COROUTINES = (
 )
 NO_INNER_PARTS = at(ENGINES, "test_inner_parts_are_not_offered")
 NO_INNER_STEPS = at(ENGINES, "test_inner_steps_of_the_loop_are_not_offered")
-NO_SLEEP = LATER + LATER_FLAGS
+SLEEP = at(
+    UPDATES,
+    "test_sleep_and_wake",
+    "test_requests_wait_for_a_sleeping_engine",
+) + at(MAINTENANCE, "test_sleep_and_wake", "test_waking_partly")
 
 ROWS: list[Row] = [
     # 3.1 construction
@@ -136,11 +142,11 @@ ROWS: list[Row] = [
     # 3.9 sleep
     Row("3.9 sleep, wake_up", "an AssertionError: sleep mode is not enabled", LATER),
     Row("3.9 is_sleeping", "False", PARAMETERS + STATE),
-    Row("3.9 level 1", "sleep mode comes later: refused by name", NO_SLEEP),
-    Row("3.9 level 2", "sleep mode comes later: refused by name", NO_SLEEP),
-    Row("3.9 while asleep", "sleep mode comes later: refused by name", NO_SLEEP),
-    Row("3.9 tags", "sleep mode comes later: refused by name", NO_SLEEP),
-    Row("3.9 caches", "sleep mode comes later: refused by name", NO_SLEEP),
+    Row("3.9 level 1", "weights come back from their files or from disk, the cache is lost", SLEEP),
+    Row("3.9 level 2", "both are lost; weights have to be loaded", SLEEP),
+    Row("3.9 while asleep", "new requests wait; LLM.generate is an EngineNotReadyError", SLEEP),
+    Row("3.9 tags", "weights, kv_cache, scheduling; others are a ValueError", SLEEP),
+    Row("3.9 caches", "nothing of before is found", SLEEP),
     # 4 construction
     Row("4 constructor", "that of LLMEngine, with log_requests and start_engine_loop",
         CONSTRUCTORS + at(ASYNC_RULES, "test_plain_attributes")),
@@ -223,8 +229,7 @@ ROWS: list[Row] = [
     Row("4.4 start and shutdown", "plain methods", PARAMETERS + STATES),
     Row("4.4 process_request_outputs", "is not offered: outputs come from another process",
         NO_INNER_STEPS),
-    Row("4.4 sleep and the prefix cache", "sleep mode comes later: refused by name",
-        COROUTINES + LATER_FLAGS),
+    Row("4.4 sleep and the prefix cache", "nothing of before is found", COROUTINES + SLEEP),
     Row("4.4 inner members", "are not offered", NO_INNER_STEPS),
 ]  # fmt: skip
 

@@ -14,6 +14,8 @@ from tests.compat.rows import (
     FRONT,
     HTTP,
     INVARIANCE,
+    LIVE_WEIGHTS,
+    MAINTENANCE,
     MODEL_INFO,
     OUTPUTS,
     PARAMS,
@@ -30,6 +32,7 @@ from tests.compat.rows import (
     STOPS,
     STREAM,
     TEMPLATES,
+    UPDATES,
     WORKER,
     Row,
     at,
@@ -68,6 +71,11 @@ ROWS: list[Row] = [
     Row("PP17 by id", "an explicit call aborts, too",
         at(ENGINE, "test_aborted_requests_give_nothing_more")
         + at(ASYNC, "test_abort_by_id", "test_a_servers_engine")),
+    Row("PP21 new weights", "find nothing in a warm cache, and answer as after a cold start",
+        at(UPDATES, "test_from_a_path_and_from_shared_memory")
+        + at(MAINTENANCE, "test_an_update_under_load_never_mixes")),
+    Row("PP21 old names", "for new weights find nothing of before",
+        at(MAINTENANCE, "test_an_old_name_for_new_weights_finds_no_old_prefixes")),
     Row("PP23 scores", "have a floor in JSON, whole and streamed",
         at(STREAMS, "test_no_number_is_infinite")),
     Row("PP23 processed scores", "of tokens that may not be sampled are at the floor",
@@ -156,6 +164,16 @@ ROWS: list[Row] = [
     Row("PP50 faults", "of metrics and loggers end no request",
         at(METRICS, "test_a_fault_in_the_metrics_breaks_nothing")
         + at(FRONT, "test_every_logger_gets_every_record_and_cannot_fail_a_request")),
+    Row("PP51 transaction", "all workers or none; an error leaves every bit of the old weights",
+        at(UPDATES, "test_a_failed_update_changes_nothing")
+        + at(LIVE_WEIGHTS, "test_a_failed_update_leaves_every_bit")
+        + at(MAINTENANCE, "test_a_failed_update_is_rolled_back_everywhere")),
+    Row("PP51 under load", "every output is of one set, and names it",
+        at(UPDATES, "test_an_update_under_load_never_mixes")),
+    Row("PP51 pause", "abort, wait, keep", at(UPDATES, "test_pause_modes_with_requests_in_flight")),
+    Row("PP51 sleep", "serves nothing until weights are loaded; the memory is free",
+        at(UPDATES, "test_requests_wait_for_a_sleeping_engine", "test_sleep_and_wake")
+        + at(LIVE_WEIGHTS, "test_sleep_gives_memory_back")),
     Row("PP60 self-check", "less than 2 % off a mock server's timings, and it can fail",
         at(LOAD_CLIENT, "test_it_measures_what_the_mock_server_does",
            "test_a_wrong_benchmark_does_not_pass_the_check")
@@ -234,7 +252,8 @@ ROWS: list[Row] = [
 ]  # fmt: skip
 
 COUNTS = {
-    "PP15": 3, "PP17": 3, "PP23": 2, "PP24": 3, "PP26": 4, "PP27": 2, "PP28": 4, "PP30": 5,
-    "PP36": 4, "PP38": 3, "PP45": 4, "PP50": 5, "PP60": 4, "S7": 2, "S11": 4, "S19": 7, "S21": 1,
-    "A3": 1, "A8": 1, "A10": 2, "A12": 2, "A13": 2, "A14": 1, "A15": 2,
+    "PP15": 3, "PP17": 3, "PP21": 2, "PP23": 2, "PP24": 3, "PP26": 4, "PP27": 2, "PP28": 4,
+    "PP30": 5, "PP36": 4, "PP38": 3, "PP45": 4, "PP50": 5, "PP51": 4, "PP60": 4, "S7": 2,
+    "S11": 4, "S19": 7, "S21": 1, "A3": 1, "A8": 1, "A10": 2, "A12": 2, "A13": 2, "A14": 1,
+    "A15": 2,
 }  # fmt: skip

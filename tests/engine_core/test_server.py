@@ -22,6 +22,8 @@ from headrace.engine_core.server import SUPERVISOR, EngineCoreServer, SocketThre
 class RecordingCore:
     """Refuses every request for which `refuses` holds."""
 
+    weight_version = "default"
+
     def __init__(self) -> None:
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
@@ -42,6 +44,9 @@ class RecordingCore:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    def advance(self) -> None:
+        pass
 
 
 class RecordingSockets:

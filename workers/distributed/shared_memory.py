@@ -43,11 +43,13 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self.is_reserved = False
 
     def reserve(self, hidden_size: int, vocab_size: int) -> None:
-        """Map the areas. All shards call it, with the same sizes.
+        """Map the areas, once: several models of one shape share them. All shards call it.
 
         `parts` [NUM_AREAS, size, max_tokens, hidden_size], `logits` [max_logit_rows, vocab_size]
         float32 and `tokens` [max_logit_rows] int64 are common memory, zeros at first.
         """
+        if self.is_reserved:
+            return
         limits = self._limits
         part = limits.max_tokens * hidden_size
         sizes = [

@@ -6,7 +6,14 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import httpx
@@ -154,6 +161,8 @@ class ScriptedEngine:
         self.num_aborted = 0
         self.num_requests = 0
         self.is_up = True
+        self.calls: list[tuple[str, dict[str, Any]]] = []  # of utilities and workers
+        self.answers: dict[str, Any] = {}
         self._running: dict[OutputStream, asyncio.Task[None]] = {}
         self.last_logprob = -0.5
         self.start_gate: asyncio.Event | None = None
@@ -180,6 +189,22 @@ class ScriptedEngine:
             scheduler_config=self.scheduler_config,
             parallel_config=self.parallel_config,
         )
+
+    async def call(self, method: str, kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.calls.append((method, dict(kwargs or {})))
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        return list(await self.call(method, {"timeout": timeout, "args": args, **(kwargs or {})}))
 
     async def start(self) -> None:
         if self.start_gate is not None:
