@@ -195,7 +195,7 @@ class Session:
 
     def _with_decisions(self, replica: ReplicaView, message: EngineCoreOutputs) -> EngineStats:
         stats = replica.total(message.stats)
-        stats.routed = dict(self.router.decisions.get(replica.rank, {}))
+        stats.routed = self.router.decisions_of(replica.rank)
         return stats
 
     def take_event(self, event: control.ToClient | None) -> list[FromCore]:
@@ -374,7 +374,7 @@ class Session:
         message = EngineCoreOutputs(
             outputs, replica.idle(num_waiting), time.time(), rank=replica.rank
         )
-        message.stats.routed = dict(self.router.decisions.get(replica.rank, {}))
+        message.stats.routed = self.router.decisions_of(replica.rank)
         return message
 
 
