@@ -117,6 +117,11 @@ class Router:
         replica = self._replicas.get(rank)
         return 0 if replica is None else replica.load
 
+    def decisions_of(self, rank: int) -> dict[str, int]:
+        """Requests that were placed on a replica, by reason, over all its losses."""
+        counts = self.decisions.get(rank)
+        return {} if counts is None else {str(reason): count for reason, count in counts.items()}
+
     # -- requests -----------------------------------------------------------------------------
 
     def place(

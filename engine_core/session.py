@@ -197,7 +197,7 @@ class Session:
 
     def _with_decisions(self, replica: ReplicaView, message: EngineCoreOutputs) -> EngineStats:
         stats = replica.total(message.stats)
-        stats.routed = dict(self.router.decisions.get(replica.rank, {}))
+        stats.routed = self.router.decisions_of(replica.rank)
         return stats
 
     def take_event(self, event: control.ToClient | None) -> list[FromCore]:
@@ -381,7 +381,7 @@ class Session:
             rank=replica.rank,
             weight_version=self.weight_version,
         )
-        message.stats.routed = dict(self.router.decisions.get(replica.rank, {}))
+        message.stats.routed = self.router.decisions_of(replica.rank)
         return message
 
 

@@ -1,5 +1,6 @@
 """An executor without a model, for real engine-core processes that need no torch."""
 
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.engine_core.factories import FakeWorker, make_spec
 
 NUM_BLOCKS = 200
 STEP_S = 0.002
+POISON = 31  # as the first token of a prompt: the process ends when it runs
 NAME = f"{__name__}.FakeExecutor"
 
 
@@ -46,7 +48,10 @@ class FakeExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         time.sleep(STEP_S)
-        return self._worker.execute(self._steps.popleft())
+        step = self._steps.popleft()
+        if any(new.token_ids[0] == POISON for new in step.new_requests):
+            os._exit(3)
+        return self._worker.execute(step)
 
     def call_workers(self, call: WorkerCall) -> list[WorkerResult]:
         return [WorkerResult(self._config.parallel_config.data_parallel_rank)]

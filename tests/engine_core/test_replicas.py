@@ -16,7 +16,7 @@ from headrace.engine_core.control_messages import Stop
 from headrace.engine_core.messages import EngineCoreRequest
 from headrace.engine_core.supervisor import Supervisor, SupervisorLink, SupervisorThread
 from tests.engine_core.factories import expected_output, make_config, make_request
-from tests.engine_core.fake_executor import NAME
+from tests.engine_core.fake_executor import NAME, POISON
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
@@ -144,6 +144,19 @@ def test_both_are_killed(client: SyncClient) -> None:
         for output in client.get_outputs().outputs:
             found.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
     assert found == {key: ids for key, (ids, _) in wanted.items()}
+
+
+def test_poison_fails_alone(client: SyncClient) -> None:
+    """It takes two replicas down, one after the other, and no third one."""
+    requests = make_requests("p")
+    before = sum(view.stats.num_restarts for view in client._session.replicas.values())
+    bad = make_request("bad", [POISON, 1], max_tokens=5)
+    found = run(client, [*requests[:9], bad, *requests[9:]])
+    assert found.pop(("bad", 0)) == ([], "error")
+    assert found == expected(requests)
+    assert client.call("check_integrity", timeout=20) == [[], []]
+    after = sum(view.stats.num_restarts for view in client._session.replicas.values())
+    assert after - before == 2
 
 
 def test_ranks_of_a_hybrid_server() -> None:
