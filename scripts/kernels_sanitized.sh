@@ -23,7 +23,10 @@ CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
     ASAN_OPTIONS=detect_leaks=0 \
     LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
     PYTHONPATH="$PWD/$copy/package" OMP_NUM_THREADS=1 \
-    "$bin/pytest" -q -p no:cacheprovider --timeout 1800 -m "not slow" tests/kernels/test_native_products.py \
-    tests/kernels/test_native_amx.py tests/kernels/test_native_choice.py \
-    tests/kernels/test_native_attention.py tests/kernels/test_native_rows.py \
-    tests/kernels/test_native_quantized.py tests/workers/test_native_decoder.py "$@"
+    "$bin/pytest" -q -p no:cacheprovider --timeout 1800 -m "not slow" \
+    tests/kernels/test_native_argmax.py tests/kernels/test_native_logprobs.py \
+    tests/kernels/test_native_sampling.py tests/kernels/test_native_choice.py \
+    tests/kernels/test_native_rows.py tests/kernels/test_native_amx.py \
+    tests/kernels/test_native_amx_attention.py tests/kernels/test_native_attention.py \
+    tests/kernels/test_native_products.py tests/kernels/test_native_quantized.py \
+    tests/workers/test_native_decoder.py "$@"

@@ -16,6 +16,7 @@ from headrace.kernels.native import (
     Op,
     PackedMatrix,
     Step,
+    load_kernels,
 )
 from headrace.kernels.native.interface import Format, Group, open_library
 from headrace.kernels.native.kernels import supported_isas
@@ -29,6 +30,13 @@ def available_isas() -> tuple[str, ...]:
         return supported_isas(open_library())
     except OSError:
         return ()
+
+
+def loaded(isa: str, num_threads: int) -> NativeKernels:
+    """The kernels of an instruction set that is available."""
+    result = load_kernels(isa, num_threads)
+    assert result is not None
+    return result
 
 
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headrace.configs.config import LogprobsMode
-from headrace.kernels.native import NativeKernels, load_kernels
+from headrace.kernels.native import NativeKernels
 from headrace.workers.argmax import argmax_rows
 from headrace.workers.logprobs import SCORE_ROWS, score_rows
-from tests.kernels.native_ops import available_isas, fused
+from tests.kernels.native_ops import available_isas, fused, loaded
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
 
@@ -22,12 +22,6 @@ Array = np.ndarray
 @pytest.fixture(scope="module", params=available_isas())
 def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     return loaded(request.param, 2)
-
-
-def loaded(isa: str, num_threads: int) -> NativeKernels:
-    result = load_kernels(isa, num_threads)
-    assert result is not None
-    return result
 
 
 def model_exponential(x: Array) -> Array:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headrace.configs.sampling_params import SamplingParams
-from headrace.kernels.native import DrawRow, NativeKernels, load_kernels
+from headrace.kernels.native import DrawRow, NativeKernels
 from headrace.kernels.sampling import gumbel_max, gumbel_noise
 from headrace.workers.sampler import Sampler, SamplingRow
-from tests.kernels.native_ops import available_isas, bits
+from tests.kernels.native_ops import available_isas, bits, loaded
 from tests.workers.sampling_reference import Array, reference_kept, reference_sample
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
@@ -26,12 +26,6 @@ TEMPERATURES = (1.0, 1e-5, 0.01, 0.7, 3.0, 1e30)
 @pytest.fixture(scope="module", params=available_isas())
 def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     return loaded(request.param, 2)
-
-
-def loaded(isa: str, num_threads: int) -> NativeKernels:
-    result = load_kernels(isa, num_threads)
-    assert result is not None
-    return result
 
 
 def make_logits(rng: np.random.Generator, vocab: int, number: int) -> torch.Tensor:
