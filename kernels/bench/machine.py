@@ -11,7 +11,7 @@ READ_BYTES = 1 << 30  # more than any cache holds
 _PEAK_SECONDS = 0.01  # of a loop: short enough to find a moment without others
 _NUM_PEAKS = 30
 _NUM_READS = 5
-_PAUSE_S = 0.002  # between two engines' calls: until the threads of the first do not spin any more
+_PAUSE_S = 0.02  # between two engines' calls: until the threads of the first do not spin any more
 _MIN_CALLS = 3
 
 Call = Callable[[], object]

@@ -36,6 +36,9 @@ template <>
 constexpr int64_t kManyRows<bf16> = 48;
 #endif
 
+// In place of a stride: the rows of each pass lie as `pair_rows` puts them.
+constexpr int64_t kPairedRows = -1;
+
 // What a pass over the weights prefetches on its way: as many lines per step as it reads, from
 // these addresses, which move on by `advance` bytes with each step. Steps are pairs of k in bf16.
 struct Ahead {
@@ -73,10 +76,13 @@ inline void with_rows(int rows, const F& function) {
 
 #if HR_HAS_BF16
 
-// R rows of x times B blocks, which lie `block` elements apart; c is [R][B * 32] floats.
-template <int R, int B>
+// R rows of x times B blocks, which lie `block` elements apart; c is [R][B * 32] floats. Rows are
+// [R][k], `x_stride` apart, or, if that is kPairedRows, [pairs of k][R][2].
+template <int R, int B, bool kIsPaired>
 inline void multiply(const bf16* x, int64_t x_stride, const bf16* w, int64_t block,
                      int64_t num_inputs, bool is_first, float* c, int64_t c_stride, Ahead ahead) {
+    if (kIsPaired) x_stride = 2;
+    constexpr int64_t kStepPairs = kIsPaired ? R : 1;
     constexpr int kVectors = 2 * B;
     __m512 sums[R][kVectors];
 #pragma GCC unroll 16
@@ -96,19 +102,19 @@ inline void multiply(const bf16* x, int64_t x_stride, const bf16* w, int64_t blo
         offset += ahead.advance;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const __m512i pair = _mm512_set1_epi32(pair_of(x + r * x_stride));
+            const __m512i pair = _mm512_set1_epi32(pair_of(x + r * x_stride, kStepPairs * k));
 #pragma GCC unroll 16
             for (int v = 0; v < kVectors; ++v)
                 sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)pair, (__m512bh)weights[v]);
         }
     };
     for (; k < whole; k += 2)
-        step([&](const bf16* row) {
+        step([&](const bf16* row, int64_t at) {
             int32_t pair;
-            memcpy(&pair, row + k, 4);
+            memcpy(&pair, row + at, 4);
             return pair;
         });
-    if (k < num_inputs) step([&](const bf16* row) { return (int32_t)row[k]; });
+    if (k < num_inputs) step([&](const bf16* row, int64_t at) { return (int32_t)row[at]; });
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
@@ -122,8 +128,21 @@ inline void multiply_rows(int rows, const bf16* x, int64_t x_stride, const bf16*
                           int64_t num_inputs, bool is_first, float* c, int64_t c_stride,
                           const Ahead& ahead) {
     with_rows<B == 1 ? kMaxRowsAlone<bf16> : kMaxRows>(rows, [&](auto r) {
-        multiply<r.value, B>(x, x_stride, w, block, num_inputs, is_first, c, c_stride, ahead);
+        const auto run = x_stride == kPairedRows ? multiply<r.value, B, true>
+                                                 : multiply<r.value, B, false>;
+        run(x, x_stride, w, block, num_inputs, is_first, c, c_stride, ahead);
     });
+}
+
+// Rows as [pairs of k][rows][2], which lets a step of `multiply` read from one place instead of one
+// in each row. `out` holds an even number of k, with a zero behind an odd one.
+inline void pair_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t num_inputs,
+                      bf16* out) {
+    for (int64_t k = 0; k < num_inputs; k += 2)
+        for (int64_t r = 0; r < rows; ++r, out += 2) {
+            const uint32_t pair = pair_at(x + r * x_stride, k, num_inputs);
+            memcpy(out, &pair, 4);
+        }
 }
 
 #else

@@ -112,11 +112,18 @@ inline void finish_block(const hr_op& op, const hr_step& step, int64_t row, int6
     }
 }
 
-// Rows of a product's input.
+// Rows of a product's input, `stride` elements apart. If that is kPairedRows, then every
+// kMaxRowsAlone<E> of them lie as `pair_rows` puts them.
 template <typename E>
 struct Rows {
     const E* data;
     int64_t stride;
+
+    // Some of them, which one pass takes, from input k on.
+    const E* at(Range rows, int64_t k, int64_t num_inputs) const {
+        if (stride != kPairedRows) return data + rows.from * stride + k;
+        return data + rows.from * even(num_inputs) + (rows.to - rows.from) * k;
+    }
 };
 
 // A product with a matrix of floats: f16 is multiplied as f32.
@@ -161,8 +168,8 @@ inline void multiply_blocks(const hr_op& op, const hr_step& step, const Rows<X>&
                                     : Ahead{{(const char*)fetched, (const char*)(fetched + size)},
                                             kStepBytes / num_passes};
             const auto multiply_by = [&](const auto* weights, int64_t weights_stride) {
-                multiply_rows<B>((int)(rows.to - rows.from), x.data + rows.from * x.stride + k,
-                                 x.stride, weights, weights_stride, num_inputs, k == 0,
+                multiply_rows<B>((int)(rows.to - rows.from), x.at(rows, k, op.num_inputs), x.stride,
+                                 weights, weights_stride, num_inputs, k == 0,
                                  sums + rows.from * B * kBlockRows, B * kBlockRows, ahead);
             };
             if constexpr (kFormat<E> == HR_F16) {
@@ -180,8 +187,21 @@ inline void multiply_blocks(const hr_op& op, const hr_step& step, const Rows<X>&
                             sums + (row * B + b) * kBlockRows);
 }
 
+#if HR_HAS_BF16
+inline Rows<bf16> pair_all_rows(const Rows<bf16>& x, int64_t num_rows, int64_t num_inputs,
+                                bf16* out) {
+    constexpr int64_t kMost = kMaxRowsAlone<bf16>;
+    for (int64_t row = 0; row < num_rows; row += kMost) {
+        const int64_t rows = num_rows - row < kMost ? num_rows - row : kMost;
+        pair_rows(x.data + row * x.stride, x.stride, rows, num_inputs,
+                  out + row * even(num_inputs));
+    }
+    return {out, kPairedRows};
+}
+#endif
+
 // A matrix of floats, of the same format as the rows. Every thread has its own blocks of the
-// weights, and no k is split. f16 rows are made wide once for all blocks.
+// weights, and no k is split. f16 rows are made wide, many bf16 rows paired, once for all blocks.
 template <typename E>
 inline void multiply_matrix(const hr_op& op, const hr_step& step, const Rows<E>& x, Range blocks,
                             float* scratch) {
@@ -196,6 +216,12 @@ inline void multiply_matrix(const hr_op& op, const hr_step& step, const Rows<E>&
                 widen(first + r * x.stride, op.num_inputs, scratch + r * some.stride);
         } else {
             some = {first, x.stride};
+#if HR_HAS_BF16
+            if constexpr (kFormat<E> == HR_BF16) {
+                if (num_rows >= kManyRows<bf16>)
+                    some = pair_all_rows(some, num_rows, op.num_inputs, (bf16*)scratch);
+            }
+#endif
         }
         float* wide = scratch + num_rows * row_stride(op.num_inputs, 4);
         const bool is_paired = num_rows <= kMaxRows ||

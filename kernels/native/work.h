@@ -38,8 +38,10 @@ inline int64_t row_stride(int64_t size, int64_t element_bytes) {
     return ((size + per_line - 1) / per_line | 1) * per_line;
 }
 
+inline int64_t even(int64_t size) { return (size + 1) & ~(int64_t)1; }
+
 // What one thread's scratch memory holds during a product: first the rows that it has normalized,
-// then, for f16, rows and weights as floats.
+// then, for f16, rows and weights as floats, for bf16 rows in pairs or sums of tiles.
 inline int64_t normed_bytes(const hr_op& op, int64_t num_tokens, int64_t element_bytes) {
     if (op.norm == nullptr || num_tokens * op.num_inputs > kNormAlone) return 0;
     return num_tokens * row_stride(op.num_inputs, element_bytes) * element_bytes;
@@ -47,9 +49,12 @@ inline int64_t normed_bytes(const hr_op& op, int64_t num_tokens, int64_t element
 
 inline int64_t product_scratch_bytes(const hr_op& op, const hr_step& step) {
     const int64_t normed = normed_bytes(op, step.num_tokens, format_bytes(step.format));
-    if (op.format == HR_BF16) return normed + kTileSumsBytes;
     if (op.format == HR_F32) return normed;
     const int64_t rows = step.num_tokens < kRowsTogether ? step.num_tokens : kRowsTogether;
+    if (op.format == HR_BF16) {
+        const int64_t paired = rows * even(op.num_inputs) * 2;
+        return normed + (paired > kTileSumsBytes ? paired : kTileSumsBytes);
+    }
     return normed + (rows * row_stride(op.num_inputs, 4) + 2 * kBlockRows * kTileInputs) * 4;
 }
 
