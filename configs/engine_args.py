@@ -46,6 +46,7 @@ from headrace.configs.engine_options.recovery import RecoveryOptions
 from headrace.configs.engine_options.scheduler import DEFAULT_MAX_NUM_SEQS, SchedulerOptions
 from headrace.configs.errors import ConfigurationError, UnsupportedFeatureError
 from headrace.configs.hardware import cpu_facts
+from headrace.configs.model_division import check_division
 from headrace.configs.model_files.model_info import ModelInfo, read_model_info
 from headrace.configs.model_files.resolve import resolve_model
 from headrace.configs.options import add_options, check_options, normalized, option
@@ -189,12 +190,14 @@ class _Resolver:
             overrides=args.hf_overrides,
             config_path=Path(args.hf_config_path) if args.hf_config_path else None,
         )
+        parallel_config = resolve_parallel(args, args.seed)
+        check_division(info.hf_config, parallel_config)
         interval = environment.read_number(environment.LOG_STATS_INTERVAL, os.environ)
         return EngineConfig(
             model_config=self._model_config(path, info),
             cache_config=self._cache_config(),
             scheduler_config=self._scheduler_config(),
-            parallel_config=resolve_parallel(args, args.seed),
+            parallel_config=parallel_config,
             recovery_config=RecoveryConfig(
                 args.max_restarts,
                 args.restart_window,

@@ -154,7 +154,8 @@ class RemoteExecutor(ABC):
                 if worker.info is not None and len(self._workers) == 1:
                     self._outputs.append(error)  # of one step
                     return
-                self._die(WorkerLostError(f"{worker.describe()}: {error}"), error)
+                death = WorkerLostError(f"{worker.describe()}: {error}")
+                self._die(death, error if worker.info is None else None)
 
     def _wait_ready(self, progress: Callable[[str], None], deadline: float) -> None:
         told = ""
@@ -178,6 +179,7 @@ class RemoteExecutor(ABC):
         )
 
     def _die(self, death: WorkerLostError, error: HeadraceError | None = None) -> NoReturn:
+        """`error`: what to raise in its place, as a mistake in the options at start-up."""
         with self._lock:
             self._death = death = self._death or death
         self._kill_all()

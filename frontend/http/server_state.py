@@ -42,4 +42,4 @@ class ServerState:
     def check_up(self) -> None:
         """Raises EngineNotReadyError while all engine cores are being restarted."""
         if not self.engine.is_up:
-            raise EngineNotReadyError("no engine core is up just now; try again in a moment")
+            raise EngineNotReadyError("the engine core is being restarted; try again in a moment")

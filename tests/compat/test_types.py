@@ -147,7 +147,8 @@ def test_fields_of_outputs() -> None:
         *((name, REQUIRED) for name in ("prompt_logprobs", "outputs", "finished")),
         *((name, None) for name in ("metrics", "lora_request", "encoder_prompt")),
         *((name, None) for name in ("encoder_prompt_token_ids", "num_cached_tokens")),
-        ("*multi_modal_placeholders", None), ("*kv_transfer_params", None), ("**kwargs", REQUIRED),
+        ("*multi_modal_placeholders", None), ("*kv_transfer_params", None),
+        ("*weight_version", None), ("**kwargs", REQUIRED),
     ]  # fmt: skip
     assert defaults_of(Logprob) == [("logprob", REQUIRED), ("rank", None), ("decoded_token", None)]
     assert defaults_of(RequestMetrics) == [

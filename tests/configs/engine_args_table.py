@@ -106,7 +106,8 @@ NEWER: dict[str, Any] = {
     "logprobs_mode": "raw_logprobs", "kv_cache_memory_bytes": None, "runner": "auto",
     "convert": "auto", "renderer_num_workers": 1, "max_num_queued_reqs": None,
     "max_num_queued_tokens": None, "structured_outputs_config": {}, "attention_backend": None,
-    "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 29501,
+    "pp_layer_partition": None, "nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1",
+    "master_port": 29501,
     "cluster_key_file": None, "profiler_config": None, "stream_interval": 1,
     "logits_processors": None,
 }  # fmt: skip

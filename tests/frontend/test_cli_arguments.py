@@ -181,7 +181,7 @@ def test_empty_config_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("max-modl-len: 3", r"options\.yaml: max-modl-len: .*did you mean --max-model-len\?"),
-        ("headless: 3", r"options\.yaml: headless: .*known but not implemented"),
+        ("numa-bind: 3", r"options\.yaml: numa-bind: .*known but not implemented"),
         ("seed: x", r"options\.yaml: seed: invalid int value: 'x'"),
         ("max-model-len: 1.5", r"max-model-len: .*lower-case suffix"),
         ("dtype: int8", r"dtype: must be one of auto, .*'int8'"),
@@ -215,7 +215,7 @@ def test_config_files_that_are_not_there(tmp_path: Path) -> None:
 def test_config_file_of_a_command(tmp_path: Path) -> None:
     path = write(tmp_path, "tensor-parallel-size: 2\n")
     code, _, err = run("serve", "--config", path)
-    assert code == 2 and err.count("\n") == 1 and "--tensor-parallel-size 2" in err
+    assert code == 2 and err.count("\n") == 1 and "tensor_parallel_size 2 does not" in err
     code, _, err = run("serve", f"--config={write(tmp_path, 'prot: 2')}")
     assert code == 2 and "options.yaml: prot" in err and "--port" in err
 
@@ -294,7 +294,11 @@ def test_known_flags_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-tp", "2"], "--tensor-parallel-size 2 is not implemented yet (tensor_parallel_size"),
+        (
+            ["-tp", "2"],
+            "tensor_parallel_size 2 does not divide the model's 9 query heads; use 1 or 3",
+        ),
+        (["-pp", "31"], "pipeline_parallel_size 31 is above the model's 30 layers"),
         (["--enable-lora"], "--enable-lora is not implemented yet"),
         (["--max-model-len", "auto"], "--max-model-len auto is not implemented yet"),
         (["--no-enable-chunked-prefill"], "enable_chunked_prefill=False is refused"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headrace.configs.errors import ConfigurationError
+from headrace.configs.model_division import check_shards, check_stages
 from headrace.workers.distributed.place import Place
 from headrace.workers.models.decoder_config import DecoderConfig
 from headrace.workers.share import Share
@@ -57,18 +57,8 @@ def part_of(
     if place.world_size == 1:
         return whole_model(config)
     size, attention = place.tensor_parallel_size, config.attention
-    for count, what in ((attention.num_heads, "query heads"), (config.inner_size, "inner values")):
-        if count % size:
-            raise ConfigurationError(
-                f"tensor_parallel_size {size} does not divide the model's {count} {what}; use "
-                f"{_divisors(attention.num_heads, config.inner_size)}"
-            )
     kv_heads = attention.num_kv_heads
-    if kv_heads % size and size % kv_heads:
-        raise ConfigurationError(
-            f"tensor_parallel_size {size} neither divides nor is a multiple of the model's "
-            f"{kv_heads} key and value heads; use {_usable_sizes(config)}"
-        )
+    check_shards(size, attention.num_heads, kv_heads, config.inner_size)
     layers = _stage_layers(config, place, partition)
     own = replace(
         config,
@@ -145,11 +135,7 @@ def _stage_layers(config: DecoderConfig, place: Place, partition: Sequence[int] 
     num_layers, num_stages = len(config.layers), place.pipeline_parallel_size
     if partition is None:
         partition = even_partition(config, num_stages)
-    if len(partition) != num_stages or sum(partition) != num_layers or min(partition) < 1:
-        raise ConfigurationError(
-            f"pp_layer_partition {','.join(map(str, partition))} must be {num_stages} numbers of "
-            f"layers, at least 1 each, that are {num_layers} together"
-        )
+    check_stages(num_stages, num_layers, partition)
     first = sum(partition[: place.stage])
     return range(first, first + partition[place.stage])
 
@@ -163,10 +149,7 @@ def even_partition(config: DecoderConfig, num_stages: int) -> list[int]:
     num_layers = len(config.layers)
     if num_stages == 1:
         return [num_layers]
-    if num_stages > num_layers:
-        raise ConfigurationError(
-            f"pipeline_parallel_size {num_stages} is above the model's {num_layers} layers"
-        )
+    check_stages(num_stages, num_layers, None)
     attention = config.attention
     heads = 2 * attention.num_heads + 2 * attention.num_kv_heads
     layer = config.hidden_size * (heads * attention.head_dim + 3 * config.inner_size)
@@ -177,18 +160,3 @@ def even_partition(config: DecoderConfig, num_stages: int) -> list[int]:
     last = min(last, num_layers - (num_stages - 1))
     rest, others = num_layers - last, num_stages - 1
     return [rest // others + (i < rest % others) for i in range(others)] + [last]
-
-
-def _divisors(*counts: int) -> str:
-    largest = min(counts)
-    return " or ".join(str(n) for n in range(1, largest + 1) if not any(c % n for c in counts))
-
-
-def _usable_sizes(config: DecoderConfig) -> str:
-    heads, kv_heads = config.attention.num_heads, config.attention.num_kv_heads
-    sizes = [
-        n
-        for n in range(1, heads + 1)
-        if not (heads % n or config.inner_size % n) and not (kv_heads % n and n % kv_heads)
-    ]
-    return " or ".join(map(str, sizes))
