@@ -87,7 +87,7 @@ class MultiNodeExecutor(MultiprocExecutor):
             inherited = [] if self._lifeline is None else [self._lifeline]
             for rank in range(per_node):
                 fds = [store.fileno(), *inherited] if rank == 0 else inherited
-                self._local.append(WorkerHandle(rank, fds))
+                self._local.append(WorkerHandle(rank, parallel.worker_cls, fds))
             for worker in self._local:
                 setup = setups[worker.rank]
                 hello = WorkerHello(

@@ -14,7 +14,6 @@ from headrace.configs.config import EngineConfig
 from headrace.executors.child_process import ChildProcess
 from headrace.executors.executor import WorkerLostError
 from headrace.executors.remote_executor import RemoteExecutor
-from headrace.executors.worker_host import DEFAULT_WORKER
 from headrace.executors.worker_messages import (
     WorkerExit,
     WorkerHello,
@@ -31,7 +30,7 @@ STOP_TIMEOUT_S = 1.0  # from the exit message to SIGKILL
 class WorkerHandle:
     """A worker process, its connection and what it last said."""
 
-    def __init__(self, rank: int, worker_class: str, pass_fds: list[int]) -> None:
+    def __init__(self, rank: int, worker_cls: str, pass_fds: list[int]) -> None:
         self.rank = rank
         self.phase = "start of the process"  # of the start-up
         self.info: WorkerInfo | None = None
@@ -39,7 +38,7 @@ class WorkerHandle:
         with theirs:
             arguments = [
                 "--connection", str(theirs.fileno()), "--rank", str(rank),
-                "--worker-class", worker_class,
+                "--worker-cls", worker_cls,
                 "--log-level", str(logging.getLogger("headrace").getEffectiveLevel()),
             ]  # fmt: skip
             fds = [theirs.fileno(), *pass_fds]
@@ -98,12 +97,11 @@ class MultiprocExecutor(RemoteExecutor):
 
     def _launch(self, deadline: float) -> None:
         parallel = self._config.parallel_config
-        worker_class = parallel.worker_cls or DEFAULT_WORKER
         inherited = [] if self._lifeline is None else [self._lifeline]
         for rank in range(parallel.world_size):
             memory = self._memories[rank // parallel.tensor_parallel_size]
             fds = [self._store, memory, *inherited]
-            self._local.append(WorkerHandle(rank, worker_class, fds))
+            self._local.append(WorkerHandle(rank, parallel.worker_cls, fds))
         self._workers = self._local
         for worker in self._local:
             memory = self._memories[worker.rank // parallel.tensor_parallel_size]

@@ -163,7 +163,7 @@ class _Agent:
         self.end_workers()
         config = self._local_config(order.config)
         for setup in order.setups:
-            worker = WorkerHandle(setup.rank, [])
+            worker = WorkerHandle(setup.rank, config.parallel_config.worker_cls, [])
             self._workers.append(worker)
             hello = WorkerHello(config, setup, sys.path, os.getcwd(), order.allows_callables)
             worker.connection.send_bytes(encode_to_worker(hello))

@@ -20,13 +20,13 @@ from headrace.workers.protocol import (
 DEFAULT_WORKER = "headrace.workers.worker.Worker"
 
 
-def preload(worker_class: str = DEFAULT_WORKER) -> None:
+def preload(worker_cls: str = "") -> None:
     """Import what workers need (torch takes seconds) while the configuration is on its way.
 
     A class of the user's own may not be found before that has come: it is imported then.
     """
-    if worker_class == DEFAULT_WORKER:
-        importlib.import_module(worker_class.rpartition(".")[0])
+    if not worker_cls:
+        importlib.import_module(DEFAULT_WORKER.rpartition(".")[0])
 
 
 class WorkerHost:

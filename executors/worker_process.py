@@ -24,6 +24,8 @@ from headrace.executors.worker_messages import (
 )
 from headrace.executors.worker_server import WorkerServer
 
+logger = logging.getLogger(__name__)
+
 
 class PipeChannel:
     """A `WorkerChannel` over a connection, which a thread reads."""
@@ -45,7 +47,11 @@ class PipeChannel:
                 message = self._connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(1)
-            self._incoming.put(decode_to_worker(message))
+            try:
+                self._incoming.put(decode_to_worker(message))
+            except Exception:  # the executor waits for an answer, and sees the end
+                logger.exception("a message from the engine core cannot be read")
+                os._exit(1)
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +59,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="headrace.executors.worker_process")
     parser.add_argument("--connection", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--worker-class", required=True)
+    parser.add_argument("--worker-cls", required=True)
     parser.add_argument("--parent-pipe", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--log-level", type=int, default=logging.INFO)
@@ -70,7 +76,7 @@ def main(argv: list[str]) -> int:
     )
     gc.disable()  # until the imports are done
     channel = PipeChannel(Connection(args.connection))
-    preload(args.worker_class)
+    preload(args.worker_cls)
     hello = channel.receive()
     return WorkerServer(channel).run(hello) if isinstance(hello, WorkerHello) else 1
 

@@ -10,7 +10,7 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.configs.config import EngineConfig, ParallelConfig
 from headrace.engine_core.core import EngineCore
-from headrace.engine_core.messages import EngineCoreRequest, UtilityCall
+from headrace.engine_core.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from tests.e2e.tiny_engine import ChoiceOutput, make_config, make_request, save_tiny_model
 from tests.kernels.native_ops import available_isas
 
@@ -35,7 +35,7 @@ def requests() -> list[EngineCoreRequest]:
     for number in range(10):
         prompt = (*prefix[: 3 + number % 7], *(20 + number % 8 for _ in range(number)))
         indexes = [0, 1] if number % 4 == 3 else [0]
-        made.append(make_request(f"r{number}", prompt, number % 3, 18, indexes, number % 5))
+        made.append(make_request(f"r{number}", prompt, (number + 1) % 3, 18, indexes, number % 5))
     return made
 
 
@@ -50,7 +50,9 @@ def run(config: EngineConfig) -> tuple[Results, int]:
                 core.add_request(waiting.pop(0))
             for output in core.step():
                 results.setdefault((output.request_id, output.index), ChoiceOutput()).add(output)
-        assert core.call(UtilityCall(0, "check_integrity")).value == []
+        replies: list[UtilityResult] = []
+        core.call(UtilityCall(0, "check_integrity"), replies.append)
+        assert [reply.value for reply in replies] == [[]]
         return results, core.stats().num_preemptions
     finally:
         core.close()

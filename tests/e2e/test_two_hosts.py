@@ -89,7 +89,7 @@ def test_mp(model: Path, alone: list[list[int]], tmp_path: Path, tp: int, pp: in
 def test_ray(model: Path, alone: list[list[int]], tmp_path: Path) -> None:
     """A node of one CPU on each host."""
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
-    ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1",
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1",
            "--disable-usage-stats", "--object-store-memory=80000000"]  # fmt: skip
     environ = os.environ | {"RAY_AUTH_MODE": "disabled"}
     directory = tempfile.mkdtemp(prefix="ray")  # a short path, for sockets

@@ -59,7 +59,7 @@ def start(path: Path, name: str = "llama", **fields: Any) -> Worker:
     )  # fmt: skip
     config = EngineConfig(
         replace(model, **fields),
-        CacheConfig(num_blocks=16),
+        CacheConfig(num_blocks=32),
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
     )
     return started(config)
@@ -214,7 +214,7 @@ def test_gguf_weights_are_replaced_by_a_gguf_file(tmp_path: Path) -> None:
         for std in (0.4, 0.8)
     ]
     cold, worker = (
-        started(replace(config, cache_config=CacheConfig(num_blocks=16)))
+        started(replace(config, cache_config=CacheConfig(num_blocks=32)))
         for config in (EngineArgs(str(path)).create_engine_config() for path in reversed(paths))
     )
     worker.begin_weight_update()

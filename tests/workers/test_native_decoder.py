@@ -157,9 +157,9 @@ def test_a_step_in_slices(
     whole = prompt_logits(model, token_ids, 13)
     run_all, num_slices = kernels.run, 0
 
-    def run_slices(ops: "ctypes.Array[Op]", step: Step) -> None:
+    def run_slices(ops: "ctypes.Array[Op]", step: Step, first: int, last: int | None) -> None:
         nonlocal num_slices
-        for index in range(len(ops)):
+        for index in range(first, len(ops) if last is None else last):
             run_all(ops, step, index, index + 1)
             num_slices += 1
 
