@@ -144,6 +144,7 @@ def test_both_are_killed(client: SyncClient) -> None:
         for output in client.get_outputs().outputs:
             found.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
     assert found == {key: ids for key, (ids, _) in wanted.items()}
+    assert client.call("check_integrity", timeout=20) == [[], []]  # it waits for both
 
 
 def test_poison_fails_alone(client: SyncClient) -> None:
