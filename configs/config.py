@@ -124,6 +124,11 @@ class ParallelConfig:
     cluster_key_file: str = ""
 
     @property
+    def runs_in_core(self) -> bool:
+        """Whether the worker, which is the only one, is in the engine core's process."""
+        return self.distributed_executor_backend == "uni"
+
+    @property
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

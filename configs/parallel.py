@@ -54,6 +54,15 @@ def resolve_parallel(options: ParallelOptions, seed: int | None = None) -> Paral
     return config
 
 
+def runs_in_core(options: ParallelOptions) -> bool:
+    """Whether the worker will be in the engine core's process, as far as the options say.
+
+    It can import torch then before the configuration is resolved.
+    """
+    num_workers = options.tensor_parallel_size * options.pipeline_parallel_size
+    return num_workers == 1 and options.distributed_executor_backend in (None, "uni")
+
+
 def resolve_ranks(options: ParallelOptions) -> range:
     """The ranks of the replicas that this engine runs. Raises ConfigurationError.
 

@@ -295,7 +295,7 @@ class Maintenance:
         self._call_workers("release_kv_cache")
         self._asleep.add("kv_cache")
 
-    def reload_weights(self) -> None:
+    def reload_weights(self) -> AtRest:
         """Read the weights of this version again from their files; needed after level 2."""
 
         def settle() -> None:

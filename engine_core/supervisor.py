@@ -166,6 +166,7 @@ class Supervisor:
             hello.config = _with_parallel(hello.config, memory_available=memory)
         self._hello = hello
         self._recovery = hello.config.recovery_config
+        self._has_worker = parallel.runs_in_core
         self.tell_clients(control.Configured(hello.config))
         first = self._replicas[0]
         first.rank = parallel.data_parallel_start_rank

@@ -22,6 +22,7 @@ from headrace.configs.config import (
 )
 from headrace.configs.engine_args import AsyncEngineArgs, EngineArgs, UsageContext
 from headrace.configs.errors import EngineDeadError, RequestAbortedError
+from headrace.configs.parallel import runs_in_core
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.supervisor import SupervisorThread
 from headrace.frontend.async_engine import AsyncEngine
@@ -82,7 +83,7 @@ class AsyncLLMEngine(EngineAttributes, AsyncMaintenanceCalls):
         self.engine = AsyncEngine(
             self.config,
             report,
-            supervisor or spawn_process(),
+            supervisor or spawn_process(vllm_config.parallel_config.runs_in_core),
             stat_loggers=stat_loggers,
             log_requests=log_requests,
             allows_callables=True,
@@ -107,7 +108,7 @@ class AsyncLLMEngine(EngineAttributes, AsyncMaintenanceCalls):
     ) -> "AsyncLLMEngine":
         """Resolve the arguments while the engine core's process starts, then wait for it."""
         report = StartupReport(time.time())
-        supervisor = spawn_process()
+        supervisor = spawn_process(runs_in_core(engine_args))
         config = resolve(engine_args, usage_context, supervisor, report)
         return cls(
             config,

@@ -18,6 +18,7 @@ from headrace.configs.config import (
 )
 from headrace.configs.engine_args import EngineArgs, UsageContext
 from headrace.configs.errors import EngineDeadError, HeadraceError
+from headrace.configs.parallel import runs_in_core
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.client import InprocClient
 from headrace.engine_core.messages import EngineCoreOutputs
@@ -84,7 +85,8 @@ class LLMEngine(EngineAttributes, MaintenanceCalls, UnsupportedMethods):
         self.report = report or StartupReport(time.time())
         loggers = StatLoggers.of(self.config, stat_loggers)
         if supervisor is None:
-            supervisor = spawn(backend=self.config.parallel_config.distributed_executor_backend)
+            parallel = self.config.parallel_config
+            supervisor = spawn(parallel.distributed_executor_backend, parallel.runs_in_core)
         renderer, self._client = start_blocking(self.config, supervisor, self.report)
         self._finalizer = weakref.finalize(self, self._client.close)
         num_blocks = None if isinstance(self._client, InprocClient) else self._client.num_blocks
@@ -103,7 +105,7 @@ class LLMEngine(EngineAttributes, MaintenanceCalls, UnsupportedMethods):
     ) -> "LLMEngine":
         """Resolve the arguments while the engine core's process starts, then wait for it."""
         report = StartupReport(time.time())
-        supervisor = spawn(backend=engine_args.distributed_executor_backend)
+        supervisor = spawn(engine_args.distributed_executor_backend, runs_in_core(engine_args))
         config = resolve(engine_args, usage_context, supervisor, report)
         return cls(
             config,

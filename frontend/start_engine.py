@@ -35,11 +35,11 @@ def load_renderer(config: EngineConfig, report: StartupReport) -> Renderer:
     return renderer
 
 
-def spawn(has_worker: bool = True, backend: object = None) -> SupervisorThread | None:
-    """The supervisor of an engine core that imports torch while its configuration is resolved.
+def spawn(backend: object, has_worker: bool) -> SupervisorThread | None:
+    """The supervisor of an engine core, which starts while its configuration is resolved.
 
-    It does so for a worker in it. None if it is to run in this process, as the executor `backend`
-    may need. Raises ConfigurationError for unknown HEADRACE_ variables.
+    It imports torch meanwhile if a worker is to run in it. None if it is to run in this process, as
+    the executor `backend` may need. Raises ConfigurationError for unknown HEADRACE_ variables.
     """
     environment.check_environ(os.environ)
     if backend == EXTERNAL_LAUNCHER or _runs_in_process():
@@ -47,7 +47,7 @@ def spawn(has_worker: bool = True, backend: object = None) -> SupervisorThread |
     return SupervisorThread(has_worker)
 
 
-def spawn_process() -> SupervisorThread:
+def spawn_process(has_worker: bool) -> SupervisorThread:
     """`spawn()` for the asynchronous engine, whose core cannot run in its own process."""
     environment.check_environ(os.environ)
     if _runs_in_process():
@@ -55,7 +55,7 @@ def spawn_process() -> SupervisorThread:
             f"{environment.MULTIPROCESSING.name}=0 is for LLM and LLMEngine; the asynchronous "
             "engine needs a process for its core: unset it"
         )
-    return SupervisorThread()
+    return SupervisorThread(has_worker)
 
 
 def _runs_in_process() -> bool:

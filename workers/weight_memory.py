@@ -68,7 +68,7 @@ class SpilledWeights:
         try:
             for piece in weight_memory(model):
                 for start in range(0, piece.nbytes, _CHUNK_BYTES):
-                    self._file.write(memoryview(piece[start : start + _CHUNK_BYTES].numpy()))
+                    self._file.write(piece[start : start + _CHUNK_BYTES].numpy().data)
             self._file.flush()
         except OSError as error:
             self._file.close()
@@ -83,7 +83,7 @@ class SpilledWeights:
         self._file.seek(0)
         for piece in weight_memory(model):
             for start in range(0, piece.nbytes, _CHUNK_BYTES):
-                view = memoryview(piece[start : start + _CHUNK_BYTES].numpy())
+                view = piece[start : start + _CHUNK_BYTES].numpy().data
                 if self._file.readinto(view) != len(view):  # type: ignore[attr-defined]
                     raise RequestFailedError("the weights that were kept on disk are incomplete")
         self.close()

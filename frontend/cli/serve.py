@@ -11,6 +11,7 @@ from headrace.configs.engine_args import AsyncEngineArgs, UsageContext
 from headrace.configs.environment import API_KEY, read
 from headrace.configs.errors import ConfigurationError
 from headrace.configs.options import add_options
+from headrace.configs.parallel import runs_in_core
 from headrace.configs.process_times import process_creation_time
 from headrace.frontend.cli.engine_options import add_model_argument, engine_args_of, log_to_stderr
 from headrace.frontend.cli.frontend_options import FrontendOptions
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         access_log_level=logging.INFO if options.access_log else http_log_level,
     )
     with listening(options) as listener:
-        return ServerSupervisor(setup, listener, args.api_server_count).serve()
+        return ServerSupervisor(
+            setup, listener, args.api_server_count, has_worker=runs_in_core(engine_args)
+        ).serve()
 
 
 def _run_headless(engine_args: AsyncEngineArgs) -> int:

@@ -46,10 +46,18 @@ class ServerSupervisor(Supervisor):
     """A supervisor of engine cores and of the API servers in front of them."""
 
     def __init__(
-        self, setup: ApiServerSetup, listener: socket.socket, num_api_servers: int
+        self,
+        setup: ApiServerSetup,
+        listener: socket.socket,
+        num_api_servers: int,
+        *,
+        has_worker: bool,
     ) -> None:
-        """`setup` is what the first API server is told; the others get its configuration."""
-        super().__init__(ends_with_clients=False)
+        """`setup` is what the first API server is told; the others get its configuration.
+
+        `has_worker`: whether an engine core, as far as is known, will have its worker in it.
+        """
+        super().__init__(has_worker=has_worker, ends_with_clients=False)
         self._setup = msgspec.structs.replace(
             setup, core_started=self.started, has_others=num_api_servers > 1
         )

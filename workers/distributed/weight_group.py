@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 TRAINER_RANK = 0
 _PREFIX = "headrace-weights"
@@ -39,7 +40,7 @@ class WeightGroup:
         if is_trainer:  # torch's own listener would take every interface
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, port), family=family)
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             address,
             port,
             world_size,
@@ -48,7 +49,7 @@ class WeightGroup:
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
-        store = dist.PrefixStore(_PREFIX, self._store)
+        store = PrefixStore(_PREFIX, self._store)
         backend = dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
         self._group = dist.ProcessGroup(store, rank, world_size)
         self._group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
