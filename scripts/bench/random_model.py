@@ -32,6 +32,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    # SmolLM2 has nine heads, which two shards cannot divide.
+    "smollm2-135m-8-heads": {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
     "tiny": {
         "vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
