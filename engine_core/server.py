@@ -120,7 +120,7 @@ class SocketThread:
         try:
             self._router.send_multipart([client, *self._codec.encode(message)])
         except zmq.ZMQError as error:
-            logger.warning("a client is gone: %s", error)
+            logger.debug("a client is gone: %s", error)
             self.incoming.put((client, None))
         except Exception:  # a message that cannot be written must not end the thread
             logger.exception("a %s could not be sent", type(message).__name__)
