@@ -52,7 +52,9 @@ class ReplicaView:
         else:
             was_modified |= self.down.was_modified
         self.down = msgspec.structs.replace(event, was_modified=was_modified)
-        self._before = msgspec.structs.replace(self.stats)
+        before = msgspec.structs.replace(self.stats)
+        self._count_losses(before)  # of which no statistics may have come yet
+        self._before = before
 
     def recovered(self, num_replayed: int) -> float:
         """What the loss has led to is done: the seconds that it took."""
@@ -61,13 +63,11 @@ class ReplicaView:
         self._before.num_restarts += 1
         self._before.num_replayed_requests += num_replayed
         self._before.recovery_s += pause
-        self._count_losses(self.stats)
         return pause
 
     def count_replayed(self, num_replayed: int) -> None:
         """Requests that another replica has taken over."""
         self._before.num_replayed_requests += num_replayed
-        self._count_losses(self.stats)
 
     def total(self, stats: EngineStats) -> EngineStats:
         """Counters since the start of this client; changes `stats`."""
