@@ -43,7 +43,7 @@ pytestmark = [
 logger = logging.getLogger(__name__)
 
 NUM_KILLS = int(os.environ.get("RECOVERY_TEST_KILLS", "4"))  # at random moments
-MAX_WAIT_S = 2.0  # between two of them
+MAX_WAIT_S = 3.0  # between two of them
 MAX_REPLAY_WAIT_S = 0.05  # from the start of a replay, which takes longer
 PIECES = {"output_kind": RequestOutputKind.DELTA, "max_tokens": 64}
 LONG = "In the beginning there was a small river that ran through the hills to the sea. " * 3
@@ -74,7 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "step_timeout": 1.5,
     },
     "replicas": {"data_parallel_size": 2},
-    "actors": {"distributed_executor_backend": "ray"},
+    "actors": {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
 }
 
 
