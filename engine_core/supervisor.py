@@ -239,6 +239,7 @@ class Supervisor:
             self._selector.unregister(process.channel)
         reason = process.describe_death()
         now = time.monotonic()
+        delay = 0.0
         if self._is_stopping or self.fault is not None:
             pass
         elif not replica.was_up:  # what cannot start once will not the next time
@@ -247,18 +248,18 @@ class Supervisor:
             )
             self.give_up(fault)
         else:
-            self._recover(replica, process, reason, now)
+            delay = self._recover(replica, process, reason, now)
         replica.process = None
         if self._is_stopping or self.fault is not None:
             process.close()
         else:
             self._ended.add(process)
-            delay = self._back_off(replica, process)
             self.later(delay, lambda: self._replace(replica, process, now + MAX_GONE_S))
 
     def _recover(
         self, replica: Replica, process: EngineCoreProcess, reason: str, now: float
-    ) -> None:
+    ) -> float:
+        """Tell the clients of a loss; seconds to wait before the next start."""
         in_step = process.fence.suspects()
         cause = cause_of(process.exit_code, self._out_of_memory)
         suspects = [] if cause is Cause.OPERATOR else in_step
@@ -286,6 +287,7 @@ class Supervisor:
             )
         )
         self._check_deaths(now)
+        return self._back_off(replica, process, cause)
 
     def _check_deaths(self, now: float) -> None:
         """Give up after too many deaths in the window, with the first of them as the cause."""
@@ -304,8 +306,10 @@ class Supervisor:
             )
         self.give_up(RequestFault("engine_dead", text))
 
-    def _back_off(self, replica: Replica, process: EngineCoreProcess) -> float:
+    def _back_off(self, replica: Replica, process: EngineCoreProcess, cause: Cause) -> float:
         """Seconds to wait before the next start."""
+        if cause is Cause.OPERATOR:  # that says nothing of whether the next one can do something
+            return 0.0
         if process.fence.made_progress():
             replica.num_idle_deaths = 0
             return 0.0

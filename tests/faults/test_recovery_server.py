@@ -15,11 +15,17 @@ import pytest
 from tests.e2e.server_process import ServerProcess, run_directories, wait_until
 from tests.e2e.tiny_model import save_tiny_model
 from tests.faults.faulty_workers import MARKER, POISON, PoisonedWorker, StartsOnce, name_of
+from tests.kernels.native_ops import available_isas
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SMALL = ("--dtype", "float32", "--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "128",
          "--max-num-seqs", "8")  # fmt: skip
+# As in the fault table: only the native kernels give the same bits in every batch.
+REAL = ("--dtype", "bfloat16", "--quantization", "none", "--max-model-len", "256",
+        "--num-gpu-blocks-override", "128", "--max-num-batched-tokens", "128",
+        "--max-num-seqs", "16")  # fmt: skip
+needs_native = pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
 StartServer = Callable[..., ServerProcess]
 # What differs between two answers to the same request.
 PER_ANSWER = ("id", "created", "request_id")
@@ -53,7 +59,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def bodies(max_tokens: int) -> list[dict[str, Any]]:
     """Requests of all kinds, as streams and whole."""
-    common = {"max_tokens": max_tokens, "ignore_eos": True, "seed": 7}
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "seed": 7, "return_token_ids": True}
     return [
         {**common, "prompt": "Once upon a time", "stream": True},
         {**common, "prompt": "The sea", "temperature": 1.0, "stream": True, "logprobs": 2},
@@ -77,12 +83,13 @@ def content(answer: httpx.Response) -> Any:
         assert "error" not in event, event
         usage = event.get("usage") or usage
         for part in event["choices"]:
-            choice = choices.setdefault(part["index"], ["", None, [], []])
+            choice = choices.setdefault(part["index"], ["", None, [], [], []])
             choice[0] += part["text"]
             choice[1] = part["finish_reason"] or choice[1]
             if part.get("logprobs"):
                 choice[2] += part["logprobs"]["tokens"]
                 choice[3] += part["logprobs"]["token_logprobs"]
+            choice[4] += part.get("token_ids") or []
     return choices, usage
 
 
@@ -100,14 +107,23 @@ def status_of(server: ServerProcess) -> str:
     return str(server.get("/health/progress").json()["status"])
 
 
+def child(server: ServerProcess, module: str) -> psutil.Process:
+    """The only one that runs that module now."""
+    (found,) = (
+        process
+        for process in psutil.Process(server.process.pid).children()
+        if module in process.cmdline()
+    )
+    return found
+
+
 def new_core(server: ServerProcess) -> psutil.Process:
     """The engine core of now."""
-    (core,) = (
-        child
-        for child in psutil.Process(server.process.pid).children()
-        if "headrace.engine_core" in child.cmdline()
-    )
-    return core
+    return child(server, "headrace.engine_core")
+
+
+def api_server(server: ServerProcess) -> psutil.Process:
+    return child(server, "headrace.frontend.http.api_server")
 
 
 def assert_nothing_is_left(server: ServerProcess, temp: Path) -> None:
@@ -118,11 +134,13 @@ def assert_nothing_is_left(server: ServerProcess, temp: Path) -> None:
     assert run_directories(temp) == []
 
 
+@needs_native
 def test_answers_go_on_as_if_nothing_had_happened(
     start_server: StartServer, pool: ThreadPoolExecutor, smollm2_gguf: Path, tmp_path: Path
 ) -> None:
-    """SmolLM2 with the native kernels; the second kill meets the replay."""
-    server = start_server(smollm2_gguf, "--max-restarts", "1000")
+    """The front end lives through both kills, of which the second meets the replay."""
+    server = start_server(smollm2_gguf, *REAL, "--max-restarts", "1000")
+    front_end = api_server(server)
     undisturbed = [content(server.complete(**body)) for body in bodies(80)]
     answers = begin(server, pool, bodies(80), 25)
     first = new_core(server)
@@ -139,24 +157,20 @@ def test_answers_go_on_as_if_nothing_had_happened(
     assert metrics["replayed_requests_total"] >= 5
     assert metrics["num_free_blocks"] == metrics["num_blocks"]
     log = server.log.read_text()
+    assert "CPU kernels: native" in log
     assert log.count("killed by SIGKILL") == 2 and log.count("engine core recovered") == 2
-    assert new_core(server).pid not in (first.pid, server.process.pid)
+    assert new_core(server).pid != first.pid
+    assert api_server(server) == front_end and front_end.is_running()
     assert_nothing_is_left(server, tmp_path)
 
 
 def test_a_killed_api_server_loses_its_own_connections_only(
-    start_server: StartServer, pool: ThreadPoolExecutor, tiny_model: Path, tmp_path: Path
+    start_server: StartServer, pool: ThreadPoolExecutor, smollm2_gguf: Path, tmp_path: Path
 ) -> None:
-    worker = ("--worker-cls", name_of(PoisonedWorker))
-    server = start_server(tiny_model, *SMALL, *worker)
+    server = start_server(smollm2_gguf, *REAL)
     core = new_core(server)
-    answers = begin(server, pool, [{"prompt": [1, 2, 3], "max_tokens": 100}] * 3, 3)
-    (api_server,) = (
-        child
-        for child in psutil.Process(server.process.pid).children()
-        if "headrace.frontend.http.api_server" in child.cmdline()
-    )
-    api_server.kill()
+    answers = begin(server, pool, bodies(200), 3)
+    api_server(server).kill()
     for answer in answers:
         with pytest.raises(httpx.TransportError):
             answer.result(10)
@@ -181,14 +195,14 @@ def test_several_api_servers(
     assert_nothing_is_left(server, tmp_path)
 
 
+@needs_native
 def test_a_request_that_kills_the_engine_core_fails_alone(
-    start_server: StartServer, pool: ThreadPoolExecutor, tiny_model: Path
+    start_server: StartServer, pool: ThreadPoolExecutor, smollm2_gguf: Path
 ) -> None:
     worker = ("--worker-cls", name_of(PoisonedWorker), "--max-restarts", "1")
-    server = start_server(tiny_model, *SMALL, *worker)
-    requests = [{"prompt": [1, 2, 3 + i], "max_tokens": 100} for i in range(3)]
-    undisturbed = [content(server.complete(**body)) for body in requests]
-    answers = begin(server, pool, requests, 5)
+    server = start_server(smollm2_gguf, *REAL, *worker)
+    undisturbed = [content(server.complete(**body)) for body in bodies(80)]
+    answers = begin(server, pool, bodies(80), 5)
     bad = {"prompt": [1, POISON], "max_tokens": 5}
     for body in (bad, {**bad, "stream": True}):
         answer = server.complete(**body)
@@ -205,14 +219,14 @@ def test_a_request_that_kills_the_engine_core_fails_alone(
 def test_restarts_that_fail_end_the_server(
     start_server: StartServer,
     pool: ThreadPoolExecutor,
-    tiny_model: Path,
+    smollm2_gguf: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     marker = tmp_path / "marker"
     monkeypatch.setenv(MARKER, str(marker))
     worker = ("--worker-cls", name_of(StartsOnce), "--max-restarts", "1")
-    server = start_server(tiny_model, *SMALL, *worker)
+    server = start_server(smollm2_gguf, *REAL, *worker)
     requests = [{"prompt": [1, 2], "max_tokens": 100, "stream": stream} for stream in (True, False)]
     answers = begin(server, pool, requests, 5)
     marker.touch()
