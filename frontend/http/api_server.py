@@ -97,7 +97,7 @@ def _serve(setup: ApiServerSetup, connection: Connection, listener: socket.socke
 
     engine = AsyncEngine(None, report, link, log_requests=setup.options.enable_log_requests)
     try:
-        return serve(engine, setup.options, listener)
+        return serve(engine, setup.options, listener, setup.has_others)
     except HeadraceError as error:
         link.fail(error.code, str(error))
         return 1

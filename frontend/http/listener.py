@@ -1,10 +1,12 @@
 """The listening socket. It is bound before anything slow begins, so this module imports little."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import socket
 import ssl
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,14 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 LOOPBACK = "127.0.0.1"
 ALL_ADDRESSES = "0.0.0.0"
+SO_ATTACH_FILTER = 26  # of asm-generic/socket.h; the module socket does not have it
+# Classic BPF: of the packets that reach a listening socket, none that begins a connection.
+_NO_SYN = (
+    (0x30, 0, 0, 13),  # load the byte with the flags of the TCP header
+    (0x45, 0, 1, 0x02),  # is SYN among them?
+    (0x06, 0, 0, 0),  # yes: drop
+    (0x06, 0, 0, 0xFFFFFFFF),  # no: keep all of it
+)
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,22 @@ def _check_tls(tls: Tls) -> None:
             f"--ssl-certfile {tls.certfile} with --ssl-keyfile {tls.keyfile} cannot be used: "
             f"{error}"
         ) from error
+
+
+def stop_connections(listener: socket.socket) -> None:
+    """Let no connection begin any more, while those that have may still be accepted.
+
+    Closing a listening socket resets every connection that waits to be accepted, and a client
+    cannot know whether its request was begun with. An attempt from now on gets no answer; it is
+    made again, a second later, and refused if the socket is closed by then. Does nothing for a Unix
+    socket, or where the kernel does not let us.
+    """
+    if listener.family == socket.AF_UNIX:
+        return
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in _NO_SYN))
+    program = struct.pack("@HP", len(_NO_SYN), ctypes.addressof(code))
+    with contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 def url_of(listener: socket.socket, tls: Tls | None = None) -> str:

@@ -18,23 +18,30 @@ from headrace.configs.garbage import settle_garbage_collector
 from headrace.frontend.http.app import create_app
 from headrace.frontend.http.engine import ServingEngine
 from headrace.frontend.http.http_protocol import LimitedProtocol
-from headrace.frontend.http.listener import ServerOptions, url_of
+from headrace.frontend.http.listener import ServerOptions, stop_connections, url_of
 from headrace.frontend.http.server_state import ServerState
 
 logger = logging.getLogger(__name__)
 
 GRACEFUL_SHUTDOWN_S = 1  # what was cut gets its last event in this time
 KEEP_ALIVE_S = 5
+LAST_REQUESTS_S = 0.1  # for requests on connections that began before the end
 
 
-def serve(engine: ServingEngine, options: ServerOptions, listener: socket.socket) -> int:
+def serve(
+    engine: ServingEngine,
+    options: ServerOptions,
+    listener: socket.socket,
+    has_others: bool = False,
+) -> int:
     """Start `engine` and answer on `listener` until SIGINT or SIGTERM; returns the exit code, 0.
 
-    Raises the HeadraceError that ended the engine, or kept it from starting. Everything that was
-    started has ended then.
+    `has_others`: other processes accept connections of `listener` too, and may go on. Raises the
+    HeadraceError that ended the engine, or kept it from starting. Everything that was started has
+    ended then.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Server(engine, options, listener).run())
+        return runner.run(_Server(engine, options, listener, has_others).run())
 
 
 def make_uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
@@ -70,10 +77,15 @@ class _HttpServer(uvicorn.Server):
 
 class _Server:
     def __init__(
-        self, engine: ServingEngine, options: ServerOptions, listener: socket.socket
+        self,
+        engine: ServingEngine,
+        options: ServerOptions,
+        listener: socket.socket,
+        has_others: bool,
     ) -> None:
         self._engine = engine
         self._listener = listener
+        self._has_others = has_others
         self._url = url_of(listener, options.tls)
         self._state = ServerState(engine, options)
         self._shutdown = self._state.shutdown
@@ -130,11 +142,19 @@ class _Server:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         self._shutdown.end()
-        self._http.should_exit = True
         engine = asyncio.create_task(self._engine.stop())
-        await asyncio.wait({http})  # both at once: an engine may need as long as slow clients
+        await self._close(http)  # both at once: an engine may need as long as slow clients
         self._state.pool.shutdown()
         await engine
+
+    async def _close(self, http: "asyncio.Task[None]") -> None:
+        """End the HTTP server. Whoever has a connection gets an answer first: it is refused."""
+        if not self._has_others:
+            stop_connections(self._listener)
+        if not self._http.force_exit:
+            await asyncio.wait({http}, timeout=LAST_REQUESTS_S)
+        self._http.should_exit = True
+        await asyncio.wait({http})
 
 
 def _failure(task: "asyncio.Task[None]") -> BaseException | None:

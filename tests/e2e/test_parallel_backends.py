@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e import tiny_model
+from tests.e2e.server_process import ServerProcess
 from tests.e2e.tiny_engine import save_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -148,3 +150,30 @@ def test_torchrun(model: Path, alone: list[list[int]], tmp_path: Path, tp: int, 
     )  # fmt: skip
     assert [result["texts"] for result in results] == [alone, alone]
     assert [result["ranks"] for result in results] == [[0], [1]]
+
+
+def test_one_host_listens_for_http_only(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two replicas of two workers each; Gloo's ports are on the loopback interface."""
+    model = tiny_model.save_tiny_model(tmp_path_factory.mktemp("model"))
+    with tempfile.TemporaryDirectory(prefix="ports") as temp:  # a short path, for sockets
+        server = ServerProcess(
+            model, Path(temp), "-tp", "2", "-dp", "2", "--host", "0.0.0.0", "--dtype", "float32",
+            "--num-gpu-blocks-override", "64",
+        )  # fmt: skip
+        try:
+            answer = server.complete(prompt=[256, 1], max_tokens=4)
+            assert answer.status_code == 200
+            places = {
+                connection.laddr
+                for process in server.everyone
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            }
+            num_workers = sum(
+                "headrace.executors" in " ".join(p.cmdline()) for p in server.children
+            )
+        finally:
+            server.kill()
+    assert num_workers == 4
+    assert ("0.0.0.0", server.port) in places
+    assert {ip for ip, port in places if port != server.port} <= {"127.0.0.1", "::1"}

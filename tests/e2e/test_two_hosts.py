@@ -1,5 +1,6 @@
 """Two hosts made of network namespaces: the same texts, and nothing listens anywhere else."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,9 +8,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace import LLM, SamplingParams
+from tests.e2e import tiny_model
 from tests.e2e.test_parallel_backends import run
 from tests.e2e.tiny_engine import save_tiny_model
 
@@ -24,13 +28,43 @@ AS_SECOND = (
     *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"),
 )
 FIRST_IN_PROC = "0100B10A"
+PORT = 8000
+BODIES: tuple[dict[str, Any], ...] = (
+    {"prompt": [256, 72, 101, 108, 108, 111], "max_tokens": 24, "temperature": 0},
+    {"prompt": [256, 87, 111, 114, 108, 100], "max_tokens": 24, "temperature": 1.0, "seed": 5},
+)
+# Asks the servers in argv[2:] for what argv[1] lists: their answers, and their replica's rank.
+CLIENT = """
+import json, re, sys, time
+import httpx
+
+found = []
+with httpx.Client(trust_env=False, timeout=60) as client:
+    for url in sys.argv[2:]:
+        for _ in range(600):
+            try:
+                if client.get(f"{url}/health/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        answers = [
+            client.post(f"{url}/v1/completions", json=body | {"ignore_eos": True})
+            for body in json.loads(sys.argv[1])
+        ]
+        texts = [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
+        metrics = client.get(f"{url}/metrics").text
+        (rank,) = set(re.findall(r'num_requests_running{engine="(.*?)"', metrics))
+        found.append({"texts": texts, "rank": rank})
+print(json.dumps(found))
+"""
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[None]:
     """Two namespaces with a cable between them."""
-    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("network namespaces need root, ip and unshare")
+    if os.geteuid() or not all(map(shutil.which, ("ip", "ss", "unshare"))):
+        pytest.skip("network namespaces need root, ip, ss and unshare")
     try:
         _ip("netns", "add", FIRST)
     except subprocess.CalledProcessError as error:
@@ -110,7 +144,10 @@ def test_ray(model: Path, alone: list[list[int]], tmp_path: Path) -> None:
                 tensor_parallel_size=2,
             )  # fmt: skip
     finally:
-        for node in reversed(nodes):
+        for node in nodes[1:]:
+            node.kill()  # and with it everything in its process namespace
+            node.wait()
+        for node in nodes[:1]:
             node.terminate()
             try:
                 node.wait(20)
@@ -120,6 +157,55 @@ def test_ray(model: Path, alone: list[list[int]], tmp_path: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
     assert result["texts"] == alone
     assert result["ranks"] == [0, 1]
+
+
+@pytest.mark.usefixtures("hosts")
+def test_replicas(tmp_path: Path) -> None:
+    """One on each host, with an endpoint of its own; a client of the first reaches both."""
+    model = tiny_model.save_tiny_model(tmp_path / "model")
+    params = [
+        SamplingParams(
+            max_tokens=body["max_tokens"], temperature=body["temperature"], seed=body.get("seed"),
+            ignore_eos=True,
+        )
+        for body in BODIES
+    ]  # fmt: skip
+    prompts = [{"prompt_token_ids": body["prompt"]} for body in BODIES]
+    llm = LLM(str(model), **tiny_model.ENGINE_ARGUMENTS)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.close()
+    texts = [output.outputs[0].text for output in outputs]
+    servers = []
+    try:
+        for rank, (before, address) in enumerate(
+            zip((AS_FIRST, AS_SECOND), HOSTS.values(), strict=True)
+        ):
+            command = [
+                *before, sys.executable, "-P", "-m", "headrace", "serve", str(model),
+                "--data-parallel-size", "2", "--data-parallel-rank", str(rank),
+                "--host", address, "--port", str(PORT), "--dtype", "float32",
+                "--num-gpu-blocks-override", "64",
+            ]  # fmt: skip
+            servers.append(subprocess.Popen(command))
+        urls = [f"http://{address}:{PORT}" for address in HOSTS.values()]
+        client = subprocess.run(
+            [*AS_FIRST, sys.executable, "-P", "-c", CLIENT, json.dumps(BODIES), *urls],
+            stdout=subprocess.PIPE, check=True, timeout=100,
+        )  # fmt: skip
+        assert json.loads(client.stdout) == [{"texts": texts, "rank": str(i)} for i in (0, 1)]
+        for name, address in HOSTS.items():
+            assert _listening(name) == {f"{address}:{PORT}"}
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+
+
+def _listening(name: str) -> set[str]:
+    """What `ss -ltn` shows on that host."""
+    command = ["ip", "netns", "exec", name, "ss", "-Hltn"]
+    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return {line.split()[3] for line in lines.splitlines()}
 
 
 def _ip(*words: str) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,29 @@ def test_running_requests_may_finish(start_server, number):
     assert b"shutting down" in cut and b"data: [DONE]\n\n" in cut
     assert f"{number.name}: shutting down with 2 running requests" in server.log
     assert "1 requests finished, 1 cut" in server.log
+
+
+def test_no_connection_is_dropped(start_server):
+    """Each is answered or refused at the end; none is left without a word, its fate unknown."""
+    server = start_server()
+    server.say("go")
+    server.until_ready()
+
+    def statuses():
+        found = []
+        with contextlib.suppress(ConnectionRefusedError):
+            while True:
+                found.append(server.get("/v1/models"))  # on a connection of its own
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(statuses) for _ in range(8)]
+        time.sleep(0.1)
+        server.signal(signal.SIGTERM)
+        assert server.end() == (0, "stopped\n")
+        found = [client.result(10) for client in clients]
+    for client in found:
+        assert set(client) <= {200, 503} and client == sorted(client)
 
 
 @pytest.mark.parametrize("phase", ["idle", "streaming"])
