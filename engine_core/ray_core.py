@@ -198,9 +198,10 @@ class RayCore:
                         f"{self._name()}: its actor cannot start ({_one_line(error)}). Is the same "
                         "headrace installed on every node of the Ray cluster?"
                     ) from error
-            waited = time.monotonic() - began
-            logger.info("%s waits for %s since %.0f s", self._name(), needs, waited)
-            wait_s *= 2
+            if left > wait_s:
+                waited = time.monotonic() - began
+                logger.info("%s waits for %s since %.0f s", self._name(), needs, waited)
+                wait_s *= 2
         raise ConfigurationError(
             f"the Ray cluster had no place for {self._name()} within {limit:g} s: it needs "
             f"{needs}; there are {_resources(ray.cluster_resources())}, of which "

@@ -147,7 +147,8 @@ def connect(ray: Any, num_workers: int, address: str | None) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"cannot connect to Ray at {address or 'a cluster of our own'}: {error}"
+            f"cannot connect to Ray at {address or 'a cluster of our own'}: {error}. Does it run, "
+            f"and if it asks for a token, is {_AUTH_MODE}=token set?"
         ) from error
     finally:
         for number, handler in handlers.items():
@@ -160,10 +161,8 @@ def known_cluster() -> str | None:
     """That of RAY_ADDRESS, or of `ray start` on this machine."""
     from ray._private.services import find_bootstrap_address
 
-    if address := os.environ.get("RAY_ADDRESS"):
-        return address
-    # Not its address: with that, Ray would not use the token that it has made for this machine.
-    return "auto" if find_bootstrap_address(None) else None
+    address: str | None = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
+    return address
 
 
 def auth_mode() -> str:

@@ -69,7 +69,8 @@ class AsyncEngine(EngineAttributes):
         self._log_requests = log_requests
         self._allows_callables = allows_callables
         # Its engine core imports torch while we go on.
-        self._supervisor = supervisor or SupervisorThread()
+        has_worker = args is None or args.data_parallel_backend != "ray"
+        self._supervisor = supervisor or SupervisorThread(has_worker)
         self._finalizer = weakref.finalize(self, self._supervisor.close)
         self._client: AsyncClient | None = None
         self._streams: dict[str, OutputStream] = {}

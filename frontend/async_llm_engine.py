@@ -82,7 +82,7 @@ class AsyncLLMEngine(EngineAttributes, AsyncMaintenanceCalls):
         self.engine = AsyncEngine(
             self.config,
             report,
-            supervisor or spawn_process(),
+            supervisor or spawn_process(self.config.parallel_config.data_parallel_backend != "ray"),
             stat_loggers=stat_loggers,
             log_requests=log_requests,
             allows_callables=True,
@@ -107,7 +107,7 @@ class AsyncLLMEngine(EngineAttributes, AsyncMaintenanceCalls):
     ) -> "AsyncLLMEngine":
         """Resolve the arguments while the engine core's process starts, then wait for it."""
         report = StartupReport(time.time())
-        supervisor = spawn_process()
+        supervisor = spawn_process(engine_args.data_parallel_backend != "ray")
         config = resolve(engine_args, usage_context, supervisor, report)
         return cls(
             config,

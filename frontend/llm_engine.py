@@ -84,7 +84,10 @@ class LLMEngine(EngineAttributes, MaintenanceCalls, UnsupportedMethods):
         self.report = report or StartupReport(time.time())
         loggers = StatLoggers.of(self.config, stat_loggers)
         if supervisor is None:
-            supervisor = spawn(backend=self.config.parallel_config.distributed_executor_backend)
+            parallel = self.config.parallel_config
+            supervisor = spawn(
+                parallel.data_parallel_backend != "ray", parallel.distributed_executor_backend
+            )
         renderer, self._client = start_blocking(self.config, supervisor, self.report)
         self._finalizer = weakref.finalize(self, self._client.close)
         num_blocks = None if isinstance(self._client, InprocClient) else self._client.num_blocks
@@ -103,7 +106,9 @@ class LLMEngine(EngineAttributes, MaintenanceCalls, UnsupportedMethods):
     ) -> "LLMEngine":
         """Resolve the arguments while the engine core's process starts, then wait for it."""
         report = StartupReport(time.time())
-        supervisor = spawn(backend=engine_args.distributed_executor_backend)
+        supervisor = spawn(
+            engine_args.data_parallel_backend != "ray", engine_args.distributed_executor_backend
+        )
         config = resolve(engine_args, usage_context, supervisor, report)
         return cls(
             config,

@@ -47,7 +47,7 @@ def spawn(has_worker: bool = True, backend: object = None) -> SupervisorThread |
     return SupervisorThread(has_worker)
 
 
-def spawn_process() -> SupervisorThread:
+def spawn_process(has_worker: bool = True) -> SupervisorThread:
     """`spawn()` for the asynchronous engine, whose core cannot run in its own process."""
     environment.check_environ(os.environ)
     if _runs_in_process():
@@ -55,7 +55,7 @@ def spawn_process() -> SupervisorThread:
             f"{environment.MULTIPROCESSING.name}=0 is for LLM and LLMEngine; the asynchronous "
             "engine needs a process for its core: unset it"
         )
-    return SupervisorThread()
+    return SupervisorThread(has_worker)
 
 
 def _runs_in_process() -> bool:
@@ -88,10 +88,12 @@ def start_blocking(
     Raises the HeadraceError that says why it cannot start; everything started has ended then.
     """
     if supervisor is None:
-        if config.parallel_config.data_parallel_size_local > 1:
+        parallel = config.parallel_config
+        if parallel.data_parallel_size_local > 1 or parallel.data_parallel_backend == "ray":
             raise ConfigurationError(
                 f"{environment.MULTIPROCESSING.name}=0 runs one engine core, in this process; "
-                f"data_parallel_size {config.parallel_config.data_parallel_size} needs processes"
+                f"data_parallel_size {parallel.data_parallel_size} with data_parallel_backend "
+                f"{parallel.data_parallel_backend} needs processes"
             )
         began = time.time()
         renderer = load_renderer(config, report)

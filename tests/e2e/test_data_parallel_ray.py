@@ -93,6 +93,25 @@ def undisturbed(tiny_model: Path) -> dict[str, Any]:
         engine.close()
 
 
+def test_a_cluster_of_our_own(
+    tiny_model: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is none, one is started for the replicas; it outlives each, and ends with all."""
+    pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = ray_processes()
+    engine = make_engine(tiny_model, **TWO)
+    try:
+        own = psutil.Process().children()
+        first = next(p for p in own if "headrace.engine_core" in p.cmdline())
+        assert run(engine, first.kill) == undisturbed
+        assert len(list(Path(tempfile.gettempdir()).glob("headrace-ray-*"))) == 1
+    finally:
+        engine.close()
+    wait_until(lambda: not ray_processes() - before, 10, "no process of Ray is left")
+    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("headrace-ray-*")), 5, "no file")
+
+
 def test_replicas_are_on_both_nodes(engine: LLMEngine, undisturbed: dict[str, Any]) -> None:
     """The one beside us is reached by a Unix socket, the other one at its node's address."""
     endpoints = [
@@ -107,6 +126,15 @@ def test_replicas_are_on_both_nodes(engine: LLMEngine, undisturbed: dict[str, An
     }
     assert listening == {endpoints[1].removeprefix("tcp://").rpartition(":")[0]}
     assert run(engine) == undisturbed
+
+
+def test_too_few_cpus(tiny_model: Path, engine: LLMEngine, cluster: Any) -> None:
+    arguments = {**ENGINE_ARGUMENTS, **TWO, "tensor_parallel_size": 2}
+    config = EngineArgs(str(tiny_model), **arguments).create_engine_config()
+    parallel = dataclasses.replace(config.parallel_config, start_timeout_s=0.5)
+    config = dataclasses.replace(config, parallel_config=parallel)
+    with pytest.raises(ConfigurationError, match=r"needs 2 CPUs on one node; there are 2 CPUs"):
+        LLMEngine(config)
 
 
 @pytest.mark.parametrize(("rank", "lost"), [(0, "actor"), (1, "core"), (1, "node")])
@@ -133,15 +161,6 @@ def test_what_is_lost_costs_no_text(
     assert core_of(engine, rank).pid != core.pid
 
 
-def test_too_few_cpus(tiny_model: Path, engine: LLMEngine, cluster: Any) -> None:
-    arguments = {**ENGINE_ARGUMENTS, **TWO, "tensor_parallel_size": 2}
-    config = EngineArgs(str(tiny_model), **arguments).create_engine_config()
-    parallel = dataclasses.replace(config.parallel_config, start_timeout_s=0.5)
-    config = dataclasses.replace(config, parallel_config=parallel)
-    with pytest.raises(ConfigurationError, match=r"needs 2 CPUs on one node; there are 2 CPUs"):
-        LLMEngine(config)
-
-
 def test_nothing_is_left(engine: LLMEngine, cluster: Any) -> None:
     """Of engine cores and actors in a cluster that goes on."""
     cores = [core_of(engine, rank) for rank in (0, 1)]
@@ -150,25 +169,6 @@ def test_nothing_is_left(engine: LLMEngine, cluster: Any) -> None:
     engine.close()
     wait_until(lambda: not any(p and p.is_running() for p in everyone), 5, "the end of all")
     assert not any(path.parent.exists() for path in directories)
-
-
-def test_a_cluster_of_our_own(
-    tiny_model: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is none, one is started for the replicas; it outlives each, and ends with all."""
-    pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = ray_processes()
-    engine = make_engine(tiny_model, **TWO)
-    try:
-        own = psutil.Process().children()
-        first = next(p for p in own if "headrace.engine_core" in p.cmdline())
-        assert run(engine, first.kill) == undisturbed
-        assert len(list(Path(tempfile.gettempdir()).glob("headrace-ray-*"))) == 1
-    finally:
-        engine.close()
-    wait_until(lambda: not ray_processes() - before, 10, "no process of Ray is left")
-    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("headrace-ray-*")), 5, "no file")
 
 
 def ray_processes() -> set[int]:
