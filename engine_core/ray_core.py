@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from headrace.configs.errors import ConfigurationError, EngineDeadError, HeadraceError
+from headrace.configs.process_times import process_creation_time
 from headrace.engine_core import control_messages as control
 from headrace.engine_core.core_actor import CoreActor, CoreFacts, CoreOrder
 from headrace.engine_core.fence import FenceCopy
@@ -72,7 +73,8 @@ class RayCore:
         self._supervisor = supervisor
         self._fence = FenceCopy(fence)
         self._directory = socket_path.parent
-        self._ray = import_ray("data_parallel_backend")
+        self._ray: Any = None
+        self._phases: dict[str, float] = {}  # seconds, before those of the engine core itself
         self._key = DeploymentKey.generate()
         self._hub = WorkerHub(self._key)
         self._hub.on_disconnect = self._suspect
@@ -107,16 +109,20 @@ class RayCore:
     # -- the actor ----------------------------------------------------------------------------
 
     def _start(self) -> None:
-        parallel, ray = self._parallel, self._ray
+        parallel, began = self._parallel, process_creation_time(os.getpid())
         self._supervisor.send(control.StartupProgress("connect to Ray"))
+        self._ray = ray = import_ray("data_parallel_backend")
         address = parallel.ray_address or known_cluster()
         if address is None:
             workers = parallel.data_parallel_size_local * parallel.world_size
             address, self._hold = hold_cluster(self._directory, workers)
         connect(ray, parallel.world_size, address)
+        self._phases["connect to Ray"] = time.time() - began
         self._supervisor.send(control.StartupProgress("wait for a place in the Ray cluster"))
+        began = time.time()
         placement = self._place()
         self._facts = facts = self._wait_for_actor()
+        self._phases["start the actor"] = time.time() - began
         self._is_here = facts.node_id == ray.get_runtime_context().get_node_id()
         if self._is_here:
             address = self._hub.listen_here()
@@ -266,6 +272,7 @@ class RayCore:
                 return 0 if self._is_ending else 1
             case control.CoreReady():
                 self._is_ready = True
+                message.ready.phases = self._phases | message.ready.phases
                 if not self._is_here:
                     message.key = (self._key.public, self._key.secret)
                 self._supervisor.send(message)
@@ -329,8 +336,9 @@ class RayCore:
             if self._is_here and self._facts is not None and not has_ended:
                 with contextlib.suppress(ProcessLookupError):  # Ray waits for one that stands
                     os.kill(self._facts.pid, signal.SIGKILL)
-        with contextlib.suppress(Exception):
-            self._ray.shutdown()
+        if self._ray is not None:
+            with contextlib.suppress(Exception):
+                self._ray.shutdown()
         if self._hold >= 0:
             os.close(self._hold)
         self._hub.close()

@@ -91,9 +91,7 @@ def test_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replicas_on_a_node_divide_it() -> None:
-    config = ParallelConfig(
-        2, 1, 6, 6, data_parallel_rank=4, replicas_on_node=3, replica_on_node=1
-    )
+    config = ParallelConfig(2, 1, 6, 6, data_parallel_rank=4, replicas_on_node=3, replica_on_node=1)
     assert config.num_local_workers == 6
     assert [config.local_worker(worker) for worker in (0, 1)] == [2, 3]
 
