@@ -145,10 +145,11 @@ def connect(ray: Any, num_workers: int, address: str | None) -> None:
         ray.init(
             configure_logging=True, logging_level=logging.WARNING, log_to_driver=True, **options
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        hint = f". Does it run, and if it asks for a token, is {_AUTH_MODE}=token set?"
         raise ConfigurationError(
-            f"cannot connect to Ray at {address or 'a cluster of our own'}: {error}. Does it run, "
-            f"and if it asks for a token, is {_AUTH_MODE}=token set?"
+            f"cannot connect to Ray at {address or 'a cluster of our own'}: {error}"
+            f"{hint if address else ''}"
         ) from error
     finally:
         for number, handler in handlers.items():
@@ -173,10 +174,8 @@ def auth_mode() -> str:
 def use_auth_mode(mode: str) -> None:
     """Before `connect` to a cluster that another process of ours has started, with its mode."""
     if mode and _AUTH_MODE not in os.environ:
-        from ray._raylet import Config
-
         os.environ[_AUTH_MODE] = mode
-        Config.initialize("")  # it was read when Ray was imported
+        import_ray()._raylet.Config.initialize("")  # it was read when Ray was imported
 
 
 def _temp_dir() -> str:

@@ -26,6 +26,7 @@ from headrace.executors.ray_cluster import (
 _FIFO = "ray"
 _LOCK = "ray.lock"
 _ADDRESS = "ray.address"
+_FAILED = "!"
 _HOLD = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -76,10 +77,11 @@ def _start_keeper(directory: Path, num_workers: int) -> str:
         os.close(write_end)
     with os.fdopen(read_end) as answers:
         answer = answers.readline().strip()
-    if not answer:
+    if not answer or answer.startswith(_FAILED):
+        reason = answer.removeprefix(_FAILED) or "the log above says why"
         raise ConfigurationError(
-            "no Ray cluster runs, and none could be started here; the log above says why. `ray "
-            "start --head` starts one that is joined then"
+            f"no Ray cluster runs, and none could be started here: {reason}. `ray start --head` "
+            "starts one that is joined then"
         )
     return answer
 
@@ -90,9 +92,13 @@ def main(directory: Path, num_workers: int, answer: int) -> None:
         signal.signal(number, lambda *_: None)
     fifo = os.open(directory / _FIFO, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     ray = import_ray()
-    connect(ray, num_workers, None)
     try:
         with os.fdopen(answer, "w") as file:
+            try:
+                connect(ray, num_workers, None)
+            except ConfigurationError as error:
+                file.write(f"{_FAILED}{error}\n")
+                return
             file.write(f"{ray.get_runtime_context().gcs_address} {auth_mode()}\n")
         _wait_until_let_go(fifo, directory)
     finally:

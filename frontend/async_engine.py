@@ -69,8 +69,7 @@ class AsyncEngine(EngineAttributes):
         self._log_requests = log_requests
         self._allows_callables = allows_callables
         # Its engine core imports torch while we go on.
-        has_worker = args is None or args.data_parallel_backend != "ray"
-        self._supervisor = supervisor or SupervisorThread(has_worker)
+        self._supervisor = supervisor or SupervisorThread()
         self._finalizer = weakref.finalize(self, self._supervisor.close)
         self._client: AsyncClient | None = None
         self._streams: dict[str, OutputStream] = {}

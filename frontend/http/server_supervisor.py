@@ -49,7 +49,7 @@ class ServerSupervisor(Supervisor):
         self, setup: ApiServerSetup, listener: socket.socket, num_api_servers: int
     ) -> None:
         """`setup` is what the first API server is told; the others get its configuration."""
-        has_worker = setup.engine_args.get("data_parallel_backend") != "ray"
+        has_worker = (setup.engine_args or {}).get("data_parallel_backend") != "ray"
         super().__init__(has_worker=has_worker, ends_with_clients=False)
         self._setup = msgspec.structs.replace(
             setup, core_started=self.started, has_others=num_api_servers > 1
