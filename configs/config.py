@@ -103,6 +103,11 @@ class ParallelConfig:
     # What all replicas here may take together, found out before any of them took some. None: what
     # each of them finds.
     memory_available: int | None = None
+    # Who starts the replicas' engine cores: the supervisor on its machine, or Ray on some node. Of
+    # a node, how many replicas divide it, and which of them this is; None: all of this engine.
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
+    replicas_on_node: int | None = None
+    replica_on_node: int = 0
     distributed_executor_backend: ExecutorBackend = "uni"
     # Layers of each stage; None: as even as the stages' parameters can be.
     pp_layer_partition: tuple[int, ...] | None = None
@@ -125,8 +130,8 @@ class ParallelConfig:
 
     @property
     def runs_in_core(self) -> bool:
-        """Whether the worker, which is the only one, is in the engine core's process."""
-        return self.distributed_executor_backend == "uni"
+        """Whether the worker, which is the only one, is in the engine core's process here."""
+        return self.distributed_executor_backend == "uni" and self.data_parallel_backend != "ray"
 
     @property
     def world_size(self) -> int:
@@ -141,12 +146,15 @@ class ParallelConfig:
 
     @property
     def num_local_workers(self) -> int:
-        """Workers of all replicas here, which divide the machine."""
-        return self.data_parallel_size_local * self.world_size
+        """Workers of all replicas on a machine, which divide it."""
+        return (self.replicas_on_node or self.data_parallel_size_local) * self.world_size
 
     def local_worker(self, rank: int) -> int:
         """Number among those of a worker of this engine core's replica."""
-        return (self.data_parallel_rank - self.data_parallel_start_rank) * self.world_size + rank
+        replica = self.replica_on_node
+        if self.replicas_on_node is None:
+            replica = self.data_parallel_rank - self.data_parallel_start_rank
+        return replica * self.world_size + rank
 
 
 @dataclass(frozen=True)

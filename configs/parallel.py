@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from typing import Any
+from typing import Any, Literal, cast
 
 from headrace.configs.config import ParallelConfig
 from headrace.configs.engine_options.parallel import ParallelOptions
@@ -22,13 +22,14 @@ def resolve_parallel(options: ParallelOptions, seed: int | None = None) -> Paral
         data_parallel_size_local=len(ranks),
         data_parallel_start_rank=ranks.start,
         data_parallel_rank=ranks.start,
+        data_parallel_backend=cast(Literal["mp", "ray"], options.data_parallel_backend),
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=stages,
         pp_layer_partition=_partition(options.pp_layer_partition, stages),
         worker_cls="" if options.worker_cls == "auto" else options.worker_cls,
         worker_extension_cls=options.worker_extension_cls,
         distributed_executor_backend=backend,
-        ray_address=address if backend == "ray" else None,
+        ray_address=address if "ray" in (backend, options.data_parallel_backend) else None,
         placement_group=group if backend == "ray" else None,
         nnodes=options.nnodes,
         node_rank=options.node_rank,
@@ -41,11 +42,11 @@ def resolve_parallel(options: ParallelOptions, seed: int | None = None) -> Paral
             f"worker_cls must name a class as module.Class, got {config.worker_cls!r}"
         )
     _check_nodes(config)
-    if backend == "ray" and "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
-        raise ConfigurationError(
-            "distributed_executor_backend ray needs Ray, which is not installed: "
-            "pip install 'headrace[ray]', or choose mp"
-        )
+    if options.data_parallel_backend == "ray":
+        _check_replicas_of_ray(config)
+        _check_ray("data_parallel_backend")
+    if backend == "ray":
+        _check_ray("distributed_executor_backend")
     if backend == "external_launcher" and seed is None:
         raise ConfigurationError(
             "distributed_executor_backend external_launcher needs a seed, the same in every "
@@ -60,7 +61,11 @@ def runs_in_core(options: ParallelOptions) -> bool:
     It can import torch then before the configuration is resolved.
     """
     num_workers = options.tensor_parallel_size * options.pipeline_parallel_size
-    return num_workers == 1 and options.distributed_executor_backend in (None, "uni")
+    return (
+        num_workers == 1
+        and options.distributed_executor_backend in (None, "uni")
+        and options.data_parallel_backend != "ray"
+    )
 
 
 def resolve_ranks(options: ParallelOptions) -> range:
@@ -124,6 +129,7 @@ def _within(ranks: range, size: int, name: str) -> range:
 
 def _backend(options: ParallelOptions, is_in_placement_group: bool) -> str:
     backend = options.distributed_executor_backend
+    is_in_placement_group &= options.data_parallel_backend != "ray"
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     if isinstance(backend, type):
         return f"{backend.__module__}.{backend.__qualname__}"
@@ -156,6 +162,29 @@ def _surrounding_ray() -> tuple[str | None, str | None]:
     group = ray.util.get_current_placement_group()
     address = ray.get_runtime_context().gcs_address
     return None if group is None else group.id.hex(), address
+
+
+def _check_ray(name: str) -> None:
+    if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
+        raise ConfigurationError(
+            f"{name} ray needs Ray, which is not installed: pip install 'headrace[ray]', or "
+            "choose mp"
+        )
+
+
+def _check_replicas_of_ray(config: ParallelConfig) -> None:
+    if config.nnodes > 1:
+        raise ConfigurationError(
+            f"data_parallel_backend ray places whole replicas on the nodes of a Ray cluster; leave "
+            f"nnodes {config.nnodes} out"
+        )
+    if config.distributed_executor_backend in ("ray", "external_launcher"):
+        raise UnsupportedFeatureError(
+            "--data-parallel-backend ray with --distributed-executor-backend "
+            f"{config.distributed_executor_backend} is not implemented yet: the workers of a "
+            "replica are processes of its node; leave distributed_executor_backend out",
+            "data_parallel_backend",
+        )
 
 
 def _check_nodes(config: ParallelConfig) -> None:

@@ -25,6 +25,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="headrace.engine_core")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--host", default="")
+    parser.add_argument("--key", type=int, help="descriptor to read it from")
     parser.add_argument("--supervisor", type=int, required=True)
     parser.add_argument("--fence", type=int, required=True)
     parser.add_argument("--parent-pipe", type=int, required=True)
@@ -51,12 +53,14 @@ def main(argv: list[str]) -> int:
     # the time they take, and holds steps up later.
     gc.disable()
     from headrace.engine_core.server import SocketThread
+    from headrace.executors.worker_hub import DeploymentKey
 
-    sockets = SocketThread(args.socket, args.epoch)
+    key = None if args.key is None else DeploymentKey.from_pipe(args.key)
+    sockets = SocketThread(args.socket, args.epoch, args.host, key)
     try:
         from headrace.configs.garbage import settle_garbage_collector
         from headrace.engine_core import control_messages as control
-        from headrace.engine_core.startup import receive_from, start_server
+        from headrace.engine_core.startup import receive_from, start_server, wait_for_hello
 
         supervisor: control.Channel[control.ToCore] = control.Channel(
             Connection(args.supervisor), control.ToCore
@@ -67,8 +71,16 @@ def main(argv: list[str]) -> int:
             from headrace.executors.worker_host import preload
 
             preload()
+        imported = time.time()
+        hello = wait_for_hello(sockets)
+        if hello is None:
+            return 1
+        if hello.config.parallel_config.data_parallel_backend == "ray":
+            from headrace.engine_core.ray_core import RayCore
+
+            return RayCore(hello, args.epoch, sockets, supervisor, args.fence, args.socket).run()
         server = start_server(
-            sockets, supervisor, PROCESS_ENTRY, time.time(), args.fence, args.parent_pipe
+            hello, sockets, supervisor, PROCESS_ENTRY, imported, args.fence, args.parent_pipe
         )
         if server is None:
             return 1

@@ -52,9 +52,14 @@ class StartupProgress(msgspec.Struct, tag="progress", array_like=True):
 
 
 class CoreReady(msgspec.Struct, tag="ready", array_like=True):
-    """The engine core takes requests."""
+    """The engine core takes requests, at this ZMQ address.
+
+    `key`: who connects there needs it, public and secret; None for a Unix socket.
+    """
 
     ready: Ready
+    address: str = ""
+    key: tuple[str, str] | None = None
 
 
 class StartupFailed(msgspec.Struct, tag="failed", array_like=True):
@@ -79,6 +84,25 @@ class EngineDied(msgspec.Struct, tag="died", array_like=True):
     exit_code: int | None = None
 
 
+# -- the agent of an engine core on a node of Ray, to the process that stands in for it ------------
+
+
+class FenceChanged(msgspec.Struct, tag="fence", array_like=True):
+    """Pieces of the engine core's fence, and where in it they are."""
+
+    pieces: list[tuple[int, bytes]]
+
+
+class CoreEnded(msgspec.Struct, tag="ended", array_like=True):
+    """The engine core has ended: its exit code as for `EngineDied`, and why if it did not say so.
+
+    The fence came before.
+    """
+
+    exit_code: int | None
+    reason: str
+
+
 # -- supervisor to client -------------------------------------------------------------------------
 
 
@@ -89,12 +113,13 @@ class Configured(msgspec.Struct, tag="configured", array_like=True):
 
 
 class EngineUp(msgspec.Struct, tag="up", array_like=True):
-    """The engine core of a replica takes requests at this socket."""
+    """The engine core of a replica takes requests at this ZMQ address; `key` as in `CoreReady`."""
 
     rank: int
     epoch: int
-    socket_path: str
+    address: str
     ready: Ready
+    key: tuple[str, str] | None = None
 
 
 class EngineDown(msgspec.Struct, tag="down", array_like=True):
@@ -133,6 +158,14 @@ class Stop(msgspec.Struct, tag="stop", array_like=True):
     """End every engine core."""
 
 
+class Unreachable(msgspec.Struct, tag="unreachable", array_like=True):
+    """The connection to an engine core on another node is lost, and what was on it."""
+
+    rank: int
+    epoch: int
+    reason: str
+
+
 class ClientFailed(msgspec.Struct, tag="client_failed", array_like=True):
     """An API server ends with this error; so does everything."""
 
@@ -141,8 +174,9 @@ class ClientFailed(msgspec.Struct, tag="client_failed", array_like=True):
 
 ToCore = Hello | ClientGone | Shutdown
 FromCore = StartupProgress | CoreReady | StartupFailed | StateChanged | EngineDied
+FromAgent = FromCore | FenceChanged | CoreEnded
 ToClient = StartupProgress | Configured | EngineUp | EngineDown | GaveUp
-FromClient = Configure | Stop | ClientFailed
+FromClient = Configure | Stop | Unreachable | ClientFailed
 
 Incoming = TypeVar("Incoming")
 

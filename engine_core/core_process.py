@@ -10,6 +10,7 @@ from headrace.engine_core.fence import FenceReader, make_fence
 from headrace.engine_core.messages import Ready
 from headrace.engine_core.run_directory import RunDirectory
 from headrace.executors.child_process import ChildProcess
+from headrace.executors.worker_hub import DeploymentKey
 from headrace.workers.protocol import RequestFault
 
 
@@ -20,35 +21,47 @@ class EngineCoreProcess:
     """
 
     def __init__(
-        self, run_directory: RunDirectory, rank: int, epoch: int, has_worker: bool
+        self,
+        run_directory: RunDirectory,
+        rank: int,
+        epoch: int,
+        has_worker: bool,
+        host: str = "",
+        key: DeploymentKey | None = None,
     ) -> None:
+        """`host` and `key` as for `SocketThread`."""
         self.rank = rank
         self.epoch = epoch
-        self.socket_path = run_directory.socket_path(f"core-{rank}-{epoch}.sock")
         self.ready: Ready | None = None
+        self.address = ""  # that it takes requests at, once it is ready, and the key for that
+        self.key: tuple[str, str] | None = None
         self.fault: RequestFault | None = None  # why it ends, if it said so
         self.worker_exit_code: int | None = None  # of the worker whose loss ends it
         self.kill_reason: str | None = None  # why we killed it
+        path = run_directory.socket_path(f"core-{rank}-{epoch}.sock")
         ours, theirs = socket.socketpair()
         fence = make_fence()
+        passed = [theirs.fileno(), fence]
         try:
             with theirs:
                 arguments = [
-                    "--socket", str(self.socket_path), "--epoch", str(epoch),
+                    "--socket", str(path), "--epoch", str(epoch),
                     "--supervisor", str(theirs.fileno()), "--fence", str(fence),
                     "--log-level", str(logging.getLogger("headrace").getEffectiveLevel()),
                 ]  # fmt: skip
                 if has_worker:
                     arguments.append("--preload-worker")
-                self._process = ChildProcess(
-                    "headrace.engine_core", arguments, [theirs.fileno(), fence]
-                )
+                if key is not None:
+                    passed.append(key.as_pipe())
+                    arguments += ["--host", host, "--key", str(passed[-1])]
+                self._process = ChildProcess("headrace.engine_core", arguments, passed)
             self.fence = FenceReader(fence)
         except BaseException:
             ours.close()
             raise
         finally:
-            os.close(fence)
+            for fd in passed[1:]:
+                os.close(fd)
         self.channel: Channel[FromCore] = Channel(Connection(ours.detach()), FromCore)
         self.started = self._process.started  # seconds since the epoch
         self.pid = self._process.pid

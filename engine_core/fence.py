@@ -159,5 +159,34 @@ class FenceReader:
             for s in suspects
         ]
 
+    def header(self) -> list[tuple[int, bytes]]:
+        """For a `FenceCopy`: what `pulse` and `is_modified` look at."""
+        return [(0, self._memory[: _HEADER.size])]
+
+    def content(self) -> list[tuple[int, bytes]]:
+        """For a `FenceCopy`: everything, of an engine core that has died."""
+        pieces = self.header()
+        for slot in range(MAX_SLOTS):
+            offset = _FIRST_SLOT + slot * SLOT_BYTES
+            step, _, length, _ = _SLOT.unpack_from(self._memory, offset)
+            if step:
+                end = offset + _SLOT.size + min(length, SLOT_BYTES - _SLOT.size)
+                pieces.append((offset, self._memory[offset:end]))
+        return pieces
+
     def close(self) -> None:
         self._memory.close()
+
+
+class FenceCopy:
+    """A fence that follows one on another machine; a `FenceReader` sees no difference.
+
+    But for the pulse, whose clock is the other machine's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _SIZE)
+
+    def put(self, pieces: list[tuple[int, bytes]]) -> None:
+        for offset, piece in pieces:
+            self._memory[offset : offset + len(piece)] = piece

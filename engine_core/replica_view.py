@@ -1,12 +1,13 @@
 """One data-parallel replica as a client sees it: its connection while it is up, its statistics."""
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from headrace.engine_core.connection import Connection
-from headrace.engine_core.control_messages import EngineDown, EngineUp
+from headrace.engine_core.control_messages import EngineDown, EngineUp, Unreachable
 from headrace.engine_core.messages import EngineStats, Ready
 
 # Of EngineStats: what a fresh engine core counts from 0 again.
@@ -29,12 +30,19 @@ class ReplicaView:
         self._before = EngineStats()  # of engine cores before
 
     def connect(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", event: EngineUp, client_id: str
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        event: EngineUp,
+        client_id: str,
+        on_loss: Callable[[Unreachable], object],
     ) -> Connection:
-        """An engine core is up. `down` says until `recovered` how the last one was lost."""
+        """An engine core is up. `down` says until `recovered` how the last one was lost.
+
+        `on_loss` is called, in any thread, when the connection to another node is lost.
+        """
         self.disconnect()
         self.ready = event.ready
-        self.connection = Connection(context, event.socket_path, event.epoch, client_id)
+        self.connection = Connection(context, event, client_id, on_loss)
         return self.connection
 
     def disconnect(self) -> None:

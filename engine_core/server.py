@@ -29,6 +29,7 @@ from headrace.engine_core.messages import (
 )
 from headrace.engine_core.wire import Codec
 from headrace.executors.executor import WorkerLostError
+from headrace.executors.worker_hub import DeploymentKey, bind, lock
 from headrace.workers.protocol import RequestFault, WorkerCall
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ class SocketThread:
     may be called by one other thread.
     """
 
-    def __init__(self, socket_path: Path, epoch: int) -> None:
+    def __init__(
+        self, socket_path: Path, epoch: int, host: str = "", key: DeploymentKey | None = None
+    ) -> None:
+        """`key`: clients are on another machine; listen at `host` only, and only to who has it."""
         self.incoming: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._codec = Codec(epoch)
@@ -66,7 +70,12 @@ class SocketThread:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._router.setsockopt(option, 0)
-        self._router.bind(f"ipc://{socket_path}")
+        self._authenticator = None if key is None else lock(self._context, self._router, key)
+        if key is None:
+            self.address = f"ipc://{socket_path}"
+            self._router.bind(self.address)
+        else:
+            self.address = bind(self._router, host)
         self._wake_in = self._context.socket(zmq.PULL)
         self._wake_in.bind(_WAKE)
         self._wake_out = self._context.socket(zmq.PUSH)
@@ -84,6 +93,8 @@ class SocketThread:
         self._wake_out.send(b"")
         self._thread.join(timeout=2)
         self._wake_out.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
 
     def _run(self) -> None:

@@ -313,7 +313,7 @@ class Session:
             self.num_losses += 1
             self.ledger.lose(event.rank)
         self.router.add_replica(event.rank, event.ready.block_size, event.ready.num_blocks)
-        replica.connect(self._context, event, self.link.client_id)
+        replica.connect(self._context, event, self.link.client_id, self.link.channel.send)
         outputs: list[EngineCoreOutput] = []
         num_replayed = num_new = 0
         for entry in self.ledger.waiting():

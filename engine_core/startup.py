@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_server(
+    hello: Hello,
     sockets: SocketThread,
     supervisor: Supervisor,
     entry: float,
@@ -36,14 +37,11 @@ def start_server(
     fence: int | None = None,
     lifeline: int | None = None,
 ) -> EngineCoreServer | None:
-    """The loaded server, or None if it could not start (the parent has been told) or must not.
+    """The loaded server, or None if it could not start; the parent has been told.
 
     `entry` and `imported`: when the process began to run our code, and when it had torch.
     `fence` and `lifeline` as for `EngineCore`.
     """
-    hello = _wait_for_hello(sockets)
-    if hello is None:
-        return None
     sys.path[:] = hello.sys_path
     os.chdir(hello.cwd)
     phases = {
@@ -78,7 +76,7 @@ def start_server(
     phases |= core.ready.phases
     phases["set up scheduler"] = max(0.0, time.time() - start - known)
     core.ready.phases = phases
-    supervisor.send(CoreReady(core.ready))
+    supervisor.send(CoreReady(core.ready, sockets.address))
     return EngineCoreServer(core, sockets, supervisor)
 
 
@@ -92,7 +90,8 @@ def _tell(supervisor: Supervisor, message: StartupProgress | StateChanged) -> No
     supervisor.send(message)
 
 
-def _wait_for_hello(sockets: SocketThread) -> Hello | None:
+def wait_for_hello(sockets: SocketThread) -> Hello | None:
+    """What the engine core is to be; None if it is to end."""
     while True:
         _, message = sockets.incoming.get()
         if isinstance(message, Hello):

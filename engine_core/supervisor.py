@@ -37,6 +37,7 @@ STOP_TIMEOUT_S = 2.0  # from the Shutdown message to SIGKILL; with HTTP's own 2 
 MAX_BACK_OFF_S = 30.0
 FIRST_BACK_OFF_S = 0.5  # 0 for an engine core that had done something
 GONE_POLL_S = 0.02
+LAST_WORDS_S = 2.0  # that news of a death on another machine may take
 MAX_GONE_S = 10.0  # that workers may take to end before a new engine core is started beside them
 
 Action = Callable[[], None]
@@ -128,8 +129,26 @@ class Supervisor:
                 self._configure(message.hello)
             case control.Stop():
                 self.stop()
+            case control.Unreachable():
+                self._hear_of_loss(message)
             case control.ClientFailed():
                 self.give_up(message.fault)
+
+    def _hear_of_loss(self, message: control.Unreachable) -> None:
+        """A client's connection is lost, and with it what was under way: so is the engine core.
+
+        If it has died, whoever watches it says so, and why, in a moment.
+        """
+
+        def kill() -> None:
+            for replica in self._replicas:
+                process = replica.process
+                if process is None or replica.rank != message.rank:
+                    continue
+                if process.epoch == message.epoch and process.kill_reason is None:
+                    process.kill(message.reason)
+
+        self.later(LAST_WORDS_S, kill)
 
     @property
     def is_configured(self) -> bool:
@@ -210,6 +229,7 @@ class Supervisor:
                 self.tell_clients(message)
             case control.CoreReady():
                 process.ready = message.ready
+                process.address, process.key = message.address, message.key
                 self._bring_up(replica, process)
             case control.StateChanged():
                 replica.state = message.state
@@ -430,7 +450,9 @@ class Supervisor:
 
 def _up(replica: Replica, process: EngineCoreProcess) -> control.EngineUp:
     assert process.ready is not None
-    return control.EngineUp(replica.rank, process.epoch, str(process.socket_path), process.ready)
+    return control.EngineUp(
+        replica.rank, process.epoch, process.address, process.ready, process.key
+    )
 
 
 def _with_parallel(config: EngineConfig, **changes: Any) -> EngineConfig:

@@ -22,6 +22,7 @@ _FIRST_WAIT_S = 10.0  # until the log says that a placement group is waited for;
 _PINNED_SHARE = 0.001  # of a node's own resource, so that a bundle lands there
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least but for a little; nothing of ours goes through it
 _DIRECTORY = "headrace-ray-"
+_AUTH_MODE = "RAY_AUTH_MODE"
 
 
 class Bundle(NamedTuple):
@@ -31,15 +32,14 @@ class Bundle(NamedTuple):
     node_id: str
 
 
-def import_ray() -> Any:
-    """The package. Raises ConfigurationError if it is not installed."""
+def import_ray(option: str = "distributed_executor_backend") -> Any:
+    """The package, which `option` asks for. Raises ConfigurationError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ImportError as error:
         raise ConfigurationError(
-            f"distributed_executor_backend ray needs Ray ({error}): pip install 'headrace[ray]', "
-            "or choose mp"
+            f"{option} ray needs Ray ({error}): pip install 'headrace[ray]', or choose mp"
         ) from error
     return ray
 
@@ -55,7 +55,7 @@ def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | N
     """
     ray = import_ray()
     if not ray.is_initialized():
-        _connect(ray, parallel_config, ray_address)
+        connect(ray, parallel_config.world_size, ray_address or known_cluster())
     resource = parallel_config.ray_resource
     if resource not in ray.cluster_resources():
         raise ConfigurationError(
@@ -126,14 +126,14 @@ def check_group(bundles: list[dict[str, float]], parallel_config: ParallelConfig
         )
 
 
-def _connect(ray: Any, parallel_config: ParallelConfig, ray_address: str | None) -> None:
-    address = ray_address or os.environ.get("RAY_ADDRESS") or _running_cluster()
+def connect(ray: Any, num_workers: int, address: str | None) -> None:
+    """Join the cluster at the address; None: start one here, with room for the workers."""
     options: dict[str, Any] = {"address": address}
     if address is None:
         cores = len(os.sched_getaffinity(0))
         options = {
             "address": "local",
-            "num_cpus": max(cores, parallel_config.world_size),
+            "num_cpus": max(cores, num_workers),
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": _temp_dir(),
@@ -145,9 +145,11 @@ def _connect(ray: Any, parallel_config: ParallelConfig, ray_address: str | None)
         ray.init(
             configure_logging=True, logging_level=logging.WARNING, log_to_driver=True, **options
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        hint = f". Does it run, and if it asks for a token, is {_AUTH_MODE}=token set?"
         raise ConfigurationError(
             f"cannot connect to Ray at {address or 'a cluster of our own'}: {error}"
+            f"{hint if address else ''}"
         ) from error
     finally:
         for number, handler in handlers.items():
@@ -156,12 +158,24 @@ def _connect(ray: Any, parallel_config: ParallelConfig, ray_address: str | None)
     logger.info("Ray %s: %s", ray.__version__, where)
 
 
-def _running_cluster() -> str | None:
-    """Of `ray start` on this machine."""
+def known_cluster() -> str | None:
+    """That of RAY_ADDRESS, or of `ray start` on this machine."""
     from ray._private.services import find_bootstrap_address
 
-    address: str | None = find_bootstrap_address(None)
+    address: str | None = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
     return address
+
+
+def auth_mode() -> str:
+    """How who connects to a cluster that this process has started shows that it may."""
+    return os.environ.get(_AUTH_MODE, "")
+
+
+def use_auth_mode(mode: str) -> None:
+    """Before `connect` to a cluster that another process of ours has started, with its mode."""
+    if mode and _AUTH_MODE not in os.environ:
+        os.environ[_AUTH_MODE] = mode
+        import_ray()._raylet.Config.initialize("")  # it was read when Ray was imported
 
 
 def _temp_dir() -> str:

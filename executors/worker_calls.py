@@ -72,7 +72,9 @@ def decode_call(
         return call.method or "", call.args, call.kwargs
     if not allows_callables:
         raise UnsupportedFeatureError(
-            "a server takes method names with plain arguments, no callables", "method"
+            "a server, or a replica on another machine, takes method names with plain arguments, "
+            "no callables",
+            "method",
         )
     method, args, kwargs = pickle.loads(call.pickled)
     return method, args, kwargs

@@ -66,6 +66,19 @@ class DeploymentKey:
             raise ConfigurationError(f"{path} is no key file: its two keys are not a pair")
         return key
 
+    def as_pipe(self) -> int:
+        """The read end of a pipe with the key in it, for a child process; see `from_pipe`."""
+        read_end, write_end = os.pipe()
+        with os.fdopen(write_end, "w") as file:  # less than a pipe holds
+            file.write(f"{self.public}\n{self.secret}\n")
+        return read_end
+
+    @classmethod
+    def from_pipe(cls, fd: int) -> "DeploymentKey":
+        """Closes it."""
+        with os.fdopen(fd) as file:
+            return cls(*file.read().split())
+
     def write(self, path: str) -> None:
         """Into a new file that only its owner can read. Raises ConfigurationError."""
         try:
@@ -94,18 +107,11 @@ class WorkerHub:
 
     def __init__(self, key: DeploymentKey) -> None:
         self._context = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_OneKey(key))
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._router.setsockopt(option, 0)
-        self._router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self._router.curve_server = True
-        self._router.curve_publickey = key.public.encode()
-        self._router.curve_secretkey = key.secret.encode()
+        self._authenticator = lock(self._context, self._router, key)
         self._woken, self._waker = os.pipe()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -125,14 +131,7 @@ class WorkerHub:
 
         Raises ConfigurationError.
         """
-        if ":" in host:
-            self._router.setsockopt(zmq.IPV6, 1)
-            host = f"[{host}]"
-        try:
-            self._router.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
-        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        return bind(self._router, host, port)
 
     def send(self, identity: bytes, message: bytes) -> None:
         """Raises ConnectionError if nobody of that name is there."""
@@ -209,6 +208,39 @@ class HubChannel:
 def milliseconds_to(deadline: float) -> int:
     """From now to then (monotonic seconds), rounded up; 0 if it has passed."""
     return max(0, math.ceil(1000 * (deadline - time.monotonic())))
+
+
+def lock(
+    context: "zmq.Context[zmq.Socket[bytes]]", server: "zmq.Socket[bytes]", key: DeploymentKey
+) -> ThreadAuthenticator:
+    """Let only who has the key connect to a socket that is not bound yet.
+
+    Before the context ends, `stop` what is returned.
+    """
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(credentials_provider=_OneKey(key))
+    server.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    server.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    server.curve_server = True
+    server.curve_publickey = key.public.encode()
+    server.curve_secretkey = key.secret.encode()
+    return authenticator
+
+
+def bind(server: "zmq.Socket[bytes]", host: str, port: int = 0) -> str:
+    """Listen on that address of this machine only; port 0 takes a free one. The ZMQ address.
+
+    Raises ConfigurationError.
+    """
+    if ":" in host:
+        server.setsockopt(zmq.IPV6, 1)
+        host = f"[{host}]"
+    try:
+        server.bind(f"tcp://{host}:{port or '*'}")
+    except zmq.ZMQError as error:
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
+    return server.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def connect(

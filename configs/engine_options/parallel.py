@@ -57,9 +57,10 @@ class ParallelOptions:
     data_parallel_rpc_port: int | None = _later(
         None, "port for replicas on other machines", flags=["-dpp"]
     )
-    data_parallel_backend: str = _later(
-        "mp", "how replicas are started", flags=["-dpb"], choices=["mp", "ray"]
-    )
+    data_parallel_backend: str = _option(
+        "mp", "who starts replicas: mp, on this machine; ray, on the nodes of a Ray cluster",
+        flags=["-dpb"], choices=["mp", "ray"],
+    )  # fmt: skip
     enable_expert_parallel: bool = _later(
         False, "spread experts over workers instead of cutting them", flags=["-ep"]
     )

@@ -132,7 +132,7 @@ LATER: dict[str, Any] = {
     "model_impl": "transformers", "load_format": "pt",
     "model_loader_extra_config": {"a": 1}, "ignore_patterns": "*.bin",
     "pt_load_map_location": "cuda", "data_parallel_address": "10.0.0.1",
-    "data_parallel_rpc_port": 1, "data_parallel_backend": "ray", "enable_expert_parallel": True,
+    "data_parallel_rpc_port": 1, "enable_expert_parallel": True,
     "enable_eplb": True, "num_redundant_experts": 1, "eplb_window_size": 1,
     "eplb_step_interval": 1, "eplb_log_balancedness": True, "max_parallel_loading_workers": 1,
     "ray_workers_use_nsight": True,

@@ -1,5 +1,6 @@
 """Which replicas an engine runs, and how they divide the machine."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -57,7 +58,6 @@ def test_contradictions(given: dict[str, Any], message: str) -> None:
     [
         ({"size": 4, "size_local": 2}, "--data-parallel-size-local 2 of 4"),
         ({"size": 4, "size_local": 0}, "--data-parallel-size-local 0"),
-        ({"size": 2, "backend": "ray"}, "--data-parallel-backend ray"),
         ({"size": 2, "address": "10.0.0.1"}, "--data-parallel-address"),
     ],
 )
@@ -66,6 +66,34 @@ def test_not_implemented(given: dict[str, Any], flag: str) -> None:
     with pytest.raises(UnsupportedFeatureError, match=flag):
         check_options(options)
         resolve_parallel(options)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"distributed_executor_backend": "ray"}, UnsupportedFeatureError, "leave distributed_ex"),
+        ({"nnodes": 2, "cluster_key_file": "k", "tensor_parallel_size": 2}, ConfigurationError,
+         "leave nnodes 2 out"),
+    ],
+)  # fmt: skip
+def test_replicas_of_ray(more: dict[str, Any], error: type[Exception], message: str) -> None:
+    options = ParallelOptions(data_parallel_size=2, data_parallel_backend="ray", **more)
+    check_options(options)
+    with pytest.raises(error, match=message):
+        resolve_parallel(options)
+
+
+def test_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with pytest.raises(ConfigurationError, match=r"data_parallel_backend ray .*headrace\[ray\]"):
+        resolve_parallel(ParallelOptions(data_parallel_size=2, data_parallel_backend="ray"))
+
+
+def test_replicas_on_a_node_divide_it() -> None:
+    config = ParallelConfig(2, 1, 6, 6, data_parallel_rank=4, replicas_on_node=3, replica_on_node=1)
+    assert config.num_local_workers == 6
+    assert [config.local_worker(worker) for worker in (0, 1)] == [2, 3]
 
 
 def test_workers_of_all_replicas_are_numbered_on_the_machine() -> None:

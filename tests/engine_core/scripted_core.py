@@ -76,7 +76,7 @@ class ScriptedCore:
         replica.epoch += 1
         path = self._directory / f"core-{rank}-{replica.epoch}.sock"
         replica.sockets = SocketThread(path, replica.epoch)
-        self.channel.send(control.EngineUp(rank, replica.epoch, str(path), ready))
+        self.channel.send(control.EngineUp(rank, replica.epoch, replica.sockets.address, ready))
 
     def take(self, rank: int = 0) -> Any:
         """The next message of the client that is no Join."""

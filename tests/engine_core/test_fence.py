@@ -9,7 +9,7 @@ import pytest
 
 from headrace.configs.sampling_params import SamplingParams
 from headrace.engine_core.deaths import Cause, OutOfMemoryKills, cause_of
-from headrace.engine_core.fence import FenceReader, FenceWriter, Suspect, make_fence
+from headrace.engine_core.fence import FenceCopy, FenceReader, FenceWriter, Suspect, make_fence
 from headrace.engine_core.suspicions import Suspicions
 from headrace.workers.protocol import CachedRequestData, ChoiceId, NewRequestData, SchedulerOutput
 
@@ -34,6 +34,26 @@ def make_step(number: int, new: dict[str, int], cached: dict[str, int]) -> Sched
         | {ChoiceId(name): 1 for name in cached},
         [],
     )
+
+
+def test_a_copy_on_another_machine_says_the_same(fence: int) -> None:
+    writer, reader = FenceWriter(fence, 2), FenceReader(fence)
+    fd = make_fence()
+    try:
+        copy, there = FenceCopy(fd), FenceReader(fd)
+        copy.put(reader.header())
+        assert there.pulse() == reader.pulse() and not there.made_progress()
+        for number in (1, 2, 3):
+            writer.begin(make_step(number, {"a": 5, "b": number}, {"c": 7}))
+        writer.mark_modified()
+        writer.end(2)
+        copy.put(reader.header())
+        assert there.is_modified() and there.suspects() == []
+        copy.put(reader.content())
+        assert there.suspects() == reader.suspects() != []
+        assert there.made_progress()
+    finally:
+        os.close(fd)
 
 
 def test_what_runs_is_there_until_it_is_done(fence: int) -> None:

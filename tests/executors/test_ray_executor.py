@@ -30,7 +30,7 @@ def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
     from headrace.executors import ray_cluster
 
-    ray_cluster._connect(ray, ParallelConfig(tensor_parallel_size=NUM_CPUS), None)
+    ray_cluster.connect(ray, NUM_CPUS, None)
     yield ray
     ray_cluster.disconnect()
 
