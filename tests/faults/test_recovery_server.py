@@ -14,7 +14,14 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess, run_directories, wait_until
 from tests.e2e.tiny_model import save_tiny_model
-from tests.faults.faulty_workers import MARKER, POISON, PoisonedWorker, StartsOnce, name_of
+from tests.faults.faulty_workers import (
+    MARKER,
+    POISON,
+    PoisonedWorker,
+    SlowWorker,
+    StartsOnce,
+    name_of,
+)
 from tests.kernels.native_ops import available_isas
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -27,6 +34,7 @@ REAL = ("--dtype", "bfloat16", "--quantization", "none", "--max-model-len", "256
         "--max-num-seqs", "16")  # fmt: skip
 needs_native = pytest.mark.skipif(not available_isas(), reason="no native kernels on this machine")
 StartServer = Callable[..., ServerProcess]
+API_SERVER = "headrace.frontend.http.api_server"
 # What differs between two answers to the same request.
 PER_ANSWER = ("id", "created", "request_id")
 
@@ -93,6 +101,12 @@ def content(answer: httpx.Response) -> Any:
     return choices, usage
 
 
+def contents(
+    server: ServerProcess, pool: ThreadPoolExecutor, requests: list[dict[str, Any]]
+) -> list[Any]:
+    return list(pool.map(lambda body: content(server.complete(**body)), requests))
+
+
 def begin(
     server: ServerProcess, pool: ThreadPoolExecutor, requests: list[dict[str, Any]], steps: int
 ) -> list[Future[httpx.Response]]:
@@ -123,7 +137,19 @@ def new_core(server: ServerProcess) -> psutil.Process:
 
 
 def api_server(server: ServerProcess) -> psutil.Process:
-    return child(server, "headrace.frontend.http.api_server")
+    return child(server, API_SERVER)
+
+
+def connections(server: ServerProcess) -> dict[psutil.Process, int]:
+    """How many each API server has from clients."""
+    return {
+        process: sum(
+            connection.laddr[1] == server.port and connection.status == psutil.CONN_ESTABLISHED
+            for connection in process.net_connections("tcp4")
+        )
+        for process in psutil.Process(server.process.pid).children()
+        if API_SERVER in process.cmdline()
+    }
 
 
 def assert_nothing_is_left(server: ServerProcess, temp: Path) -> None:
@@ -141,7 +167,7 @@ def test_answers_go_on_as_if_nothing_had_happened(
     """The front end lives through both kills, of which the second meets the replay."""
     server = start_server(smollm2_gguf, *REAL, "--max-restarts", "1000")
     front_end = api_server(server)
-    undisturbed = [content(server.complete(**body)) for body in bodies(80)]
+    undisturbed = contents(server, pool, bodies(80))
     answers = begin(server, pool, bodies(80), 25)
     first = new_core(server)
     first.kill()
@@ -186,12 +212,24 @@ def test_a_killed_api_server_loses_its_own_connections_only(
 def test_several_api_servers(
     start_server: StartServer, pool: ThreadPoolExecutor, tiny_model: Path, tmp_path: Path
 ) -> None:
-    server = start_server(tiny_model, *SMALL, "--api-server-count", "2")
-    requests = [{"prompt": [1, 2, 3 + i], "max_tokens": 20} for i in range(12)]
-    undisturbed = [content(server.complete(**body)) for body in requests]
+    """A killed engine core costs no answer; a killed API server those of its own connections."""
+    worker = ("--worker-cls", name_of(SlowWorker))
+    server = start_server(tiny_model, *SMALL, *worker, "--api-server-count", "2")
+    requests = [{"prompt": [1, 2, 3 + i], "max_tokens": 110, "ignore_eos": True} for i in range(8)]
+    undisturbed = contents(server, pool, requests)
     answers = [pool.submit(server.complete, **body) for body in requests]
     new_core(server).kill()
     assert [content(answer.result(30)) for answer in answers] == undisturbed
+    answers = [pool.submit(server.complete, **body) for body in requests]
+    wait_until(lambda: sum(connections(server).values()) == len(requests), 10, "all have begun")
+    victim, num_lost = max(connections(server).items(), key=lambda item: item[1])
+    victim.kill()
+    for answer, whole in zip(answers, undisturbed, strict=True):
+        try:
+            assert content(answer.result(30)) == whole
+        except httpx.TransportError:
+            num_lost -= 1
+    assert num_lost == 0
     assert_nothing_is_left(server, tmp_path)
 
 
@@ -201,7 +239,7 @@ def test_a_request_that_kills_the_engine_core_fails_alone(
 ) -> None:
     worker = ("--worker-cls", name_of(PoisonedWorker), "--max-restarts", "1")
     server = start_server(smollm2_gguf, *REAL, *worker)
-    undisturbed = [content(server.complete(**body)) for body in bodies(80)]
+    undisturbed = contents(server, pool, bodies(80))
     answers = begin(server, pool, bodies(80), 5)
     bad = {"prompt": [1, POISON], "max_tokens": 5}
     for body in (bad, {**bad, "stream": True}):
@@ -227,14 +265,18 @@ def test_restarts_that_fail_end_the_server(
     monkeypatch.setenv(MARKER, str(marker))
     worker = ("--worker-cls", name_of(StartsOnce), "--max-restarts", "1")
     server = start_server(smollm2_gguf, *REAL, *worker)
-    requests = [{"prompt": [1, 2], "max_tokens": 100, "stream": stream} for stream in (True, False)]
-    answers = begin(server, pool, requests, 5)
+    answers = begin(server, pool, bodies(200), 5)
     marker.touch()
     new_core(server).kill()
-    stream, whole = (answer.result(30) for answer in answers)
-    events = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
-    assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == 503
-    assert whole.status_code == 503 and int(whole.headers["retry-after"]) >= 1
+    num_streams = 0
+    for answer in (future.result(30) for future in answers):
+        if answer.status_code == 200:
+            num_streams += 1
+            events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+            assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == 503
+        else:
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+    assert 0 < num_streams < len(answers)
     assert server.process.wait(10) == 1
     last_line = server.log.read_text().strip().splitlines()[-1]
     assert last_line.startswith("headrace: error:") and "SIGKILL" in last_line
