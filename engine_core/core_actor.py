@@ -74,11 +74,11 @@ class CoreActor:
     def run(self, encoded: bytes) -> None:
         """Start an engine core (a `CoreOrder`), and stay until it has ended or nobody asks."""
         order = msgspec.msgpack.decode(encoded, type=CoreOrder)
-        if order.stand_in is not None:
-            watch = (os.pidfd_open(order.stand_in),)
-            threading.Thread(target=_end_with, args=watch, name="parent-watch", daemon=True).start()
         key = DeploymentKey(*order.key)
         run_directory = RunDirectory()
+        if order.stand_in is not None:
+            watch = (os.pidfd_open(order.stand_in), run_directory)
+            threading.Thread(target=_end_with, args=watch, name="parent-watch", daemon=True).start()
         try:
             process = EngineCoreProcess(
                 run_directory, order.rank, order.epoch, order.has_worker, order.host,
@@ -178,6 +178,7 @@ class _Relay:
         self._dealer.send(msgspec.msgpack.encode(message))
 
 
-def _end_with(pidfd: int) -> None:
+def _end_with(pidfd: int, run_directory: RunDirectory) -> None:
     select.select([pidfd], [], [])
+    run_directory.remove()  # Ray may end the engine core before that does it
     os._exit(1)

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 
 from headrace.configs import environment
-from headrace.configs.config import EngineConfig
+from headrace.configs.config import EngineConfig, ParallelConfig
 from headrace.configs.engine_args import EngineArgs, UsageContext
 from headrace.configs.errors import ConfigurationError
 from headrace.engine_core.client import AsyncClient, InprocClient, SyncClient
@@ -88,10 +88,11 @@ def start_blocking(
     Raises the HeadraceError that says why it cannot start; everything started has ended then.
     """
     if supervisor is None:
-        if config.parallel_config.data_parallel_size_local > 1:
+        parallel = config.parallel_config
+        if parallel.data_parallel_size_local > 1 or parallel.data_parallel_backend == "ray":
             raise ConfigurationError(
                 f"{environment.MULTIPROCESSING.name}=0 runs one engine core, in this process; "
-                f"data_parallel_size {config.parallel_config.data_parallel_size} needs processes"
+                f"{_why_processes(parallel)} needs processes"
             )
         began = time.time()
         renderer = load_renderer(config, report)
@@ -108,6 +109,12 @@ def start_blocking(
         _finish(config, renderer, client.ready, report, supervisor.started)
         undo.pop_all()
     return renderer, client
+
+
+def _why_processes(parallel: ParallelConfig) -> str:
+    if parallel.data_parallel_backend == "ray":
+        return "data_parallel_backend ray"
+    return f"data_parallel_size {parallel.data_parallel_size}"
 
 
 async def start_async(

@@ -1,6 +1,7 @@
 """Replicas on the nodes of a Ray cluster: the texts of one replica, whatever is lost meanwhile."""
 
 import dataclasses
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,10 +34,12 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    directory = tempfile.mkdtemp(prefix="hr-")  # a short name: sockets are in it
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "temp_dir": directory})
     cluster.second = cluster.add_node(**NODE)
     yield cluster
     cluster.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def make_engine(path: Path, **fields: Any) -> LLMEngine:
@@ -99,17 +102,17 @@ def test_a_cluster_of_our_own(
     """Where there is none, one is started for the replicas; it outlives each, and ends with all."""
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = ray_processes()
+    before, files = ray_processes(), ray_files()
     engine = make_engine(tiny_model, **TWO)
     try:
         own = psutil.Process().children()
         first = next(p for p in own if "headrace.engine_core" in p.cmdline())
         assert run(engine, first.kill) == undisturbed
-        assert len(list(Path(tempfile.gettempdir()).glob("headrace-ray-*"))) == 1
+        assert len(ray_files() - files) == 1
     finally:
         engine.close()
     wait_until(lambda: not ray_processes() - before, 10, "no process of Ray is left")
-    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("headrace-ray-*")), 5, "no file")
+    wait_until(lambda: not ray_files() - files, 5, "no file is left")
 
 
 def test_replicas_are_on_both_nodes(engine: LLMEngine, undisturbed: dict[str, Any]) -> None:
@@ -169,6 +172,10 @@ def test_nothing_is_left(engine: LLMEngine, cluster: Any) -> None:
     engine.close()
     wait_until(lambda: not any(p and p.is_running() for p in everyone), 5, "the end of all")
     assert not any(path.parent.exists() for path in directories)
+
+
+def ray_files() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("headrace-ray-*"))
 
 
 def ray_processes() -> set[int]:
