@@ -169,8 +169,8 @@ class SyncClient:
     ) -> Any:
         """Run a utility of the engine core and return its value; TimeoutError after `timeout` s.
 
-        With several replicas it runs on all: the value is whether all said True, or else a list
-        with the value of each.
+        With several replicas it runs on all: the value is what all of them say, whether all said
+        True, or else a list with the value of each.
         """
         self._num_calls += 1
         call = UtilityCall(self._num_calls, method, dict(kwargs or {}))
@@ -567,7 +567,7 @@ def _result_value(result: UtilityResult) -> Any:
 
 def _joined_value(results: list[UtilityResult]) -> Any:
     values = [_result_value(result) for result in results]
-    if len(values) == 1:
+    if all(value == values[0] for value in values):
         return values[0]
     return all(values) if all(isinstance(value, bool) for value in values) else values
 

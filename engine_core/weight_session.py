@@ -32,7 +32,7 @@ class WeightSession:
         self.has_new_weights = False  # others than the configured ones serve
         self.is_open = False
         self._config = config.weight_transfer_config
-        self._world_size = config.parallel_config.world_size
+        self._parallel = config.parallel_config
         self._call_workers = call_workers
         self._has_joined = False
         self._coming: WeightSource | None = None
@@ -51,7 +51,9 @@ class WeightSession:
     def _join_group(self, init_info: Mapping[str, Any]) -> None:
         address, port = init_info.get("master_address"), init_info.get("master_port")
         offset = init_info.get("rank_offset", 1)
-        world_size = init_info.get("world_size", offset + self._world_size)
+        size = self._parallel.world_size
+        num_workers = size * self._parallel.data_parallel_size
+        world_size = init_info.get("world_size", offset + num_workers)
         if not isinstance(address, str) or not address:
             raise InvalidRequestError("init_info needs master_address, a host", "init_info")
         if type(port) is not int or not 0 < port < 65536:
@@ -59,8 +61,10 @@ class WeightSession:
         if type(offset) is not int or type(world_size) is not int:
             raise InvalidRequestError("rank_offset and world_size must be ints", "init_info")
         try:
+            # Replicas are told the same, and are one behind the other in the group.
+            first = offset + self._parallel.data_parallel_rank * size
             self._call_workers(
-                "join_weight_group", address, port, offset, world_size, GROUP_TIMEOUT_S
+                "join_weight_group", address, port, first, world_size, GROUP_TIMEOUT_S
             )
         except HeadraceError:
             self._call_workers("leave_weight_group")

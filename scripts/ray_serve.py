@@ -9,6 +9,7 @@ for every other worker. The engine finds the group and puts its workers there.
 """
 
 import argparse
+import contextlib
 import uuid
 from typing import Any
 
@@ -59,7 +60,8 @@ def main() -> None:
         placement_group_bundles=bundles,
         placement_group_strategy="PACK",
     )
-    serve.run(deployment.bind(args.model, args.tensor_parallel_size), blocking=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        serve.run(deployment.bind(args.model, args.tensor_parallel_size), blocking=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A callable sent with `collective_rpc` runs inside every worker, which it gets as
 """
 
 import argparse
+import re
 from typing import Any
 
 from headrace import LLM
@@ -14,8 +15,10 @@ from headrace import LLM
 def weights_of(worker: Any, pattern: str) -> dict[str, Any]:
     """This worker's place, and its parameters whose name has `pattern`."""
     model = worker.get_model()
+    first = model.part.layers.start  # a stage counts its own layers from 0
     rows = []
-    for name, parameter in model.named_parameters():
+    for own_name, parameter in model.named_parameters():
+        name = re.sub(r"(?<=layers\.)\d+", lambda found: str(first + int(found[0])), own_name)
         if pattern in name:
             # Packed matrices are bytes; their norm would say nothing.
             has_norm = parameter.is_floating_point()

@@ -32,8 +32,12 @@ def main() -> None:
         llm.generate(prompts, params, use_tqdm=False)
         for rank, totals in enumerate(llm.collective_rpc("stop_op_profile")):
             print(f"worker {rank}:")
-            for name, value in totals.items():
-                print(f"  {name:20} {value}")
+            for kind, found in totals.items():
+                print(f"  {kind}: {found['num_steps']} steps; ms and MiB of each step")
+                for name, op in found["ops"].items():
+                    ms = 1e3 * op["seconds"] / found["num_steps"]
+                    mib = op["num_bytes"] / 2**20 / found["num_steps"]
+                    print(f"    {name:16}{ms:9.3f}{mib:10.1f}")
     else:
         print("these workers run torch's kernels: give --trace-dir")
     llm.close()

@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29600)
     args = parser.parse_args()
     server = Server(args.url, args.key)
-    num_workers = server.call("get_world_size?include_dp=false", method="GET")["world_size"]
+    num_workers = server.call("get_world_size", method="GET")["world_size"]
     init_info = {
         "master_address": args.address, "master_port": args.port, "rank_offset": 1,
         "world_size": 1 + num_workers,

@@ -1,6 +1,6 @@
 """How long the workers take for an all-reduce, by size: in microseconds, the median of each rank.
 
-    python scripts/workers/time_collective.py --tensor-parallel-size 2 --sizes 576 36864
+    python scripts/workers/time_collective.py --tensor-parallel-size 3 --sizes 576 36864
 
 The workers are an engine's own, with its groups, threads and memory; it serves nothing meanwhile.
 """
@@ -32,7 +32,7 @@ def main() -> None:
     """Print a line for each size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--tensor-parallel-size", type=int, default=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 16384, 262144])
     parser.add_argument("--rounds", type=int, default=200)
     args = parser.parse_args()

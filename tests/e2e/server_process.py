@@ -48,11 +48,18 @@ def run_directories(temp: Path) -> list[Path]:
 class ServerProcess:
     """A server that serves `model` under the name "m", with `temp` as its TMPDIR.
 
-    `wait_ready` False returns while it is still loading.
+    `wait_ready` False returns while it is still loading. `port`: by default a free one.
     """
 
-    def __init__(self, model: Path, temp: Path, *options: str, wait_ready: bool = True) -> None:
-        self.port = free_port()
+    def __init__(
+        self,
+        model: Path,
+        temp: Path,
+        *options: str,
+        wait_ready: bool = True,
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.temp = temp
         self.log = temp / f"server-{self.port}.log"

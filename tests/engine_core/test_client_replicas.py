@@ -199,6 +199,9 @@ def test_calls_go_to_all_and_results_are_in_order_of_rank(core: ScriptedCore) ->
     core.send(UtilityResult(4, [1]), 1)
     core.send(UtilityResult(4, [0]), 0)
     assert client.call("stats", timeout=5) == [[0], [1]]
+    for rank in (0, 1):
+        core.send(UtilityResult(5, {"weight_version": "v2"}), rank)
+    assert client.call("weight_info", timeout=5) == {"weight_version": "v2"}
     client.close()
 
 

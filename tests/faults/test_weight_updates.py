@@ -208,15 +208,20 @@ def test_in_the_callers_process(models: Models, monkeypatch: pytest.MonkeyPatch)
     llm.close()
 
 
-def test_a_trainer_broadcasts(models: Models, num_workers: int) -> None:
-    llm = models.llm(tensor_parallel_size=num_workers, weight_transfer_config={"backend": "gloo"})
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_trainer_broadcasts(models: Models, num_workers: int, num_replicas: int) -> None:
+    llm = models.llm(
+        tensor_parallel_size=num_workers, data_parallel_size=num_replicas,
+        weight_transfer_config={"backend": "gloo"},
+    )  # fmt: skip
+    group_size = 1 + num_workers * num_replicas
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     failures: list[BaseException] = []
 
     def train() -> None:
         try:
-            group = WeightGroup("127.0.0.1", port, 0, 1 + num_workers, 60.0)
+            group = WeightGroup("127.0.0.1", port, 0, group_size, 60.0)
             group.send(list(models.tensors.values()))
         except BaseException as error:
             failures.append(error)

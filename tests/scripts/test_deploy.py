@@ -1,17 +1,26 @@
 """The load balancers' examples: what they promise, nginx's with stand-ins for the servers."""
 
 import http.server
+import re
+import shlex
+import shutil
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
+from headrace.frontend.cli.main import _make_parser
 from tests.scripts.nginx_process import DEPLOY, NginxProcess, needs_nginx
+
+HAPROXY = shutil.which("haproxy")
+CONFIGS = [path for path in sorted(DEPLOY.iterdir()) if path.suffix != ".md"]
 
 
 class StandIn(http.server.ThreadingHTTPServer):
@@ -157,3 +166,50 @@ def test_a_pod_has_time_to_drain() -> None:
     assert container["readinessProbe"]["httpGet"]["path"] == "/health/ready"
     assert container["livenessProbe"]["httpGet"]["path"] == "/health/live"
     assert service["spec"]["selector"] == pod["metadata"]["labels"]
+
+
+@pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed (apt has it)")
+def test_haproxy_takes_its_configuration() -> None:
+    assert HAPROXY is not None
+    checked = subprocess.run(
+        [HAPROXY, "-c", "-f", str(DEPLOY / "haproxy.cfg")], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert "WARNING" not in checked.stderr
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_commands_are_those_of_the_command_line(path: Path) -> None:
+    """In comments, and where containers are started."""
+    text = path.read_text()
+    commands = re.findall(r"# +(headrace (?:serve|doctor)(?: [^ \n]+)*)", text)
+    if path.suffix == ".yaml":
+        for document in yaml.safe_load_all(text):
+            assert document["kind"] and document["apiVersion"] and document["metadata"]["name"]
+            for container in containers(document):
+                commands += started_by(container)
+    assert commands
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "headrace"
+        parser, chosen = _make_parser(words)
+        assert chosen is not None
+        parser.parse_args(words)  # ends the process if it does not understand something
+
+
+def containers(value: Any) -> Iterator[dict[str, Any]]:
+    """Everything in a YAML document that has a command of its own."""
+    if isinstance(value, dict) and "image" in value:
+        yield value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        yield from containers(part)
+
+
+def started_by(container: dict[str, Any]) -> list[str]:
+    """Command lines of headrace, with a 1 for what the shell would put in."""
+    words = [*container.get("command", ()), *container.get("args", ())]
+    if words[:1] == ["headrace"]:
+        return [shlex.join(words)]
+    script = re.sub(r'"\$\(.*?\)"|"?\$\w+"?', "1", " ".join(words))
+    return re.findall(r"headrace (?:serve|doctor)[^;&]*", script)
