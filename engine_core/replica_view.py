@@ -69,13 +69,13 @@ class ReplicaView:
         self._before.num_restarts += 1
         self._before.num_replayed_requests += num_replayed
         self._before.recovery_s += pause
-        self._count_losses(self.stats)
+        self._count_losses(msgspec.structs.replace(self.stats))
         return pause
 
     def count_replayed(self, num_replayed: int) -> None:
         """Requests that another replica has taken over."""
         self._before.num_replayed_requests += num_replayed
-        self._count_losses(self.stats)
+        self._count_losses(msgspec.structs.replace(self.stats))
 
     def total(self, stats: EngineStats) -> EngineStats:
         """Counters since the start of this client; changes `stats`."""
@@ -84,13 +84,14 @@ class ReplicaView:
             for name in _COUNTERS:
                 setattr(stats, name, getattr(stats, name) + getattr(before, name))
         self._count_losses(stats)
-        self.stats = stats
         return stats
 
     def _count_losses(self, stats: EngineStats) -> None:
+        """In the statistics of now; those that somebody may have been given stay as they are."""
         stats.num_restarts = self._before.num_restarts
         stats.num_replayed_requests = self._before.num_replayed_requests
         stats.recovery_s = self._before.recovery_s
+        self.stats = stats
 
     def idle(self, num_waiting: int) -> EngineStats:
         """The statistics of an engine core that runs nothing."""
