@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: the real models, fetched by alias; torch's settings."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,15 @@ def smollm2_hf(smollm2_gguf: Path) -> Path:
 @pytest.fixture(scope="session")
 def gemma3_hf(gemma3_gguf: Path) -> Path:
     return _hf_directory(gemma3_gguf)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """The command line sets the log's level for good: put it back."""
+    log = logging.getLogger("headrace")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,7 +1,6 @@
 """`headrace complete` and `chat` on an engine of their own."""
 
 import io
-import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -20,12 +19,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def process_settings() -> Iterator[None]:
-    """The command line sets a signal handler and the level of the log for good."""
-    handler, log = signal.getsignal(signal.SIGTERM), logging.getLogger("headrace")
-    level = log.level
+    """The command line sets a signal handler for good."""
+    handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
-    log.setLevel(level)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "alternating_seconds", lambda calls, seconds: alternating(calls, 0))
     monkeypatch.setattr(bench.machine, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(bench.machine, "_PEAK_SECONDS", 1e-4)
+    monkeypatch.setattr(bench.machine, "_PAUSE_S", 0.002)
     monkeypatch.setattr(bench.products, "COLD_BYTES", 1 << 18)
     monkeypatch.setattr(bench.attention, "COLD_BYTES", 1 << 18)
 
