@@ -420,8 +420,10 @@ def test_another_tokenizer(llm: LLM, generate: Run, tiny_model: Path) -> None:
 def test_arguments_of_the_constructor(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="no_such_argument"):
         LLM(str(tiny_model), no_such_argument=1)
-    with pytest.raises(UnsupportedFeatureError, match="tensor_parallel_size"):
-        LLM(str(tiny_model), tensor_parallel_size=2)
+    with pytest.raises(UnsupportedFeatureError, match="enable_lora"):
+        LLM(str(tiny_model), enable_lora=True)
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size 3 does not divide"):
+        LLM(str(tiny_model), tensor_parallel_size=3)
     monkeypatch.setenv("HEADRACE_MULTIPROCESING", "0")
     with pytest.raises(ConfigurationError, match="HEADRACE_MULTIPROCESSING"):
         LLM(str(tiny_model))
