@@ -1,5 +1,6 @@
 """`maintenance_calls.py` for the asyncio engine: the same calls, to be awaited."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from headrace.frontend.async_engine import AsyncEngine
 from headrace.frontend.maintenance_calls import check_sleep_mode
 
 
-class AsyncMaintenanceCalls:
+class AsyncMaintenanceCalls(ABC):
     """Mixed into the asyncio engine, which has `config` and `engine`.
 
     Requests that come while the engine is paused or asleep are accepted, and wait.
@@ -80,6 +81,6 @@ class AsyncMaintenanceCalls:
         self._require_running()
         return await self.engine.call(method, kwargs)
 
+    @abstractmethod
     def _require_running(self) -> None:
         """Receive the engine core's messages, on the running event loop."""
-        raise NotImplementedError
