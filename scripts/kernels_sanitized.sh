@@ -29,4 +29,4 @@ CXXFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" \
     tests/kernels/test_native_rows.py tests/kernels/test_native_amx.py \
     tests/kernels/test_native_amx_attention.py tests/kernels/test_native_attention.py \
     tests/kernels/test_native_products.py tests/kernels/test_native_quantized.py \
-    tests/workers/test_native_decoder.py "$@"
+    tests/kernels/test_native_shards.py tests/workers/test_native_decoder.py "$@"
